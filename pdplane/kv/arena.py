@@ -1,0 +1,1 @@
+"""The one registered buffer of a rank."""

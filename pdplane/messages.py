@@ -1,0 +1,171 @@
+"""The values that travel between a prefill rank and a decode rank.
+
+Three of them are the legacy wire's (registration, pre-allocation, status); notices are our own
+and go between native peers only. Bytes are made of them in `pdplane.wire`, decisions in
+`pdplane.machine`; this module knows neither.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeAlias
+
+import attrs
+
+from pdplane.ids import Generation, Life, Rank, Room, SessionId
+
+
+@attrs.frozen
+class Route:
+    """Where statuses for a decode rank go, and the session that it registers."""
+
+    host: str
+    port: int
+    session: SessionId
+
+
+@attrs.frozen
+class Registration:
+    """A decode rank's arena, as it asks a prefill rank to write into it.
+
+    `layout` is the layout JSON as it travelled; `arena_base` the address of the arena's first byte.
+    """
+
+    host: str
+    port: int
+    session: SessionId
+    arena_base: int
+    layout: bytes
+    tp_size: int
+    tp_rank: int
+
+    @property
+    def route(self) -> Route:
+        return Route(self.host, self.port, self.session)
+
+
+@attrs.frozen
+class Preallocation:
+    """A decode rank's blocks for a room; `manifest` is its JSON, empty for a rank that only joins the vote."""
+
+    room: Room
+    session: SessionId
+    manifest: bytes
+
+
+class StatusCode(enum.Enum):
+    """The wire's numbers. They are names only: never compared by size (Failed is the lowest)."""
+
+    FAILED = 0
+    BOOTSTRAPPING = 1
+    BOOTSTRAPPED = 2
+    WAITING_FOR_INPUT = 3
+    TRANSFERRING = 4
+    SUCCESS = 5
+
+
+@attrs.frozen
+class Status:
+    """What a prefill rank says of a room.
+
+    `logprob` is the first token's, as the 8 little-endian bytes of the wire, so that NaN bits survive.
+    """
+
+    room: Room
+    code: StatusCode
+    prefill_rank: Rank
+    first_token: int = -1
+    candidates: tuple[int, ...] | None = None
+    cached_tokens: int = 0
+    logprob: bytes | None = None
+
+
+@attrs.frozen
+class Fingerprint:
+    """What two sides must share beyond the layout for equal tokens, as texts by name.
+
+    `required` must agree or the registration is refused; `advisory` only costs bit-equality:
+    a difference is a warning, or a refusal under `--exact`.
+    """
+
+    required: tuple[tuple[str, str], ...] = ()
+    advisory: tuple[tuple[str, str], ...] = ()
+
+
+@attrs.frozen
+class Hello:
+    """First word of a native decode rank on a connection: who it is and what it runs."""
+
+    version: str
+    life: Life
+    fingerprint: Fingerprint = Fingerprint()
+
+
+@attrs.frozen
+class Registered:
+    """A prefill rank accepted the session; names the life that will write."""
+
+    session: SessionId
+    life: Life
+
+
+@attrs.frozen
+class Refused:
+    """A prefill rank refuses the session: the field that differs and both values."""
+
+    session: SessionId
+    field: str
+    ours: str
+    theirs: str
+
+
+@attrs.frozen
+class Window:
+    """Goes before each pre-allocation: the generation of the room's blocks and the hash of the prompt's tokens."""
+
+    room: Room
+    generation: Generation
+    prompt_hash: str
+
+
+@attrs.frozen
+class UnknownSession:
+    """A prefill rank got a room of a session that it does not know: register again and send the room again."""
+
+    room: Room
+    session: SessionId
+
+
+@attrs.frozen
+class Failed:
+    """The prefill side's reason for a room's end."""
+
+    room: Room
+    generation: Generation
+    cause: str
+
+
+@attrs.frozen
+class Cancel:
+    """The decode side's reason for a room's end."""
+
+    room: Room
+    generation: Generation
+    cause: str
+
+
+@attrs.frozen
+class Ping:
+    """Proof of life, both ways; carries the sender's life."""
+
+    life: Life
+
+
+@attrs.frozen
+class Drain:
+    """The sender takes no new rooms and will exit when the live ones have ended."""
+
+    cause: str
+
+
+Notice: TypeAlias = Hello | Registered | Refused | Window | UnknownSession | Failed | Cancel | Ping | Drain
