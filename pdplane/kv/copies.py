@@ -11,7 +11,7 @@ U64 = npt.NDArray[np.uint64]
 
 @attrs.frozen(eq=False)
 class Copies:
-    """`length[i]` bytes from source offset `source[i]` to destination offset `destination[i]` (both in their arenas)."""
+    """`length[i]` bytes from source offset `source[i]` to destination offset `destination[i]`, each in its arena."""
 
     source: U64
     destination: U64
