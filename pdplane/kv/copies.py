@@ -1,12 +1,22 @@
-"""Which bytes go where: numpy u64 arrays, one row a run of bytes."""
+"""Which bytes go where: numpy u64 arrays, one row a run of bytes.
+
+Offsets are relative to each side's arena. No Python loop runs over blocks or rows: one turn a fragment, that
+is one a field in the usual case.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+
 import attrs
 import numpy as np
-import numpy.typing as npt
 
-U64 = npt.NDArray[np.uint64]
+from pdplane.errors import LocalProtocolError
+from pdplane.ids import FieldId, GroupId
+from pdplane.kv.arrays import U64 as U64
+from pdplane.kv.layout import Layout
+from pdplane.kv.manifest import Manifest
+from pdplane.kv.routes import Fragment, RankRoute
 
 
 @attrs.frozen(eq=False)
@@ -20,3 +30,96 @@ class Copies:
     @property
     def nbytes(self) -> int:
         return int(self.length.sum())
+
+
+def plan_copies(
+    route: RankRoute,
+    source_layout: Layout,
+    source_blocks: Mapping[GroupId, Sequence[int]],
+    destination_layout: Layout,
+    manifest: Manifest,
+    fields: Collection[FieldId] | None = None,
+) -> Copies:
+    """The copies of one prefill rank into one decode rank's blocks, sorted by destination, neighbours merged.
+
+    `source_blocks` are prefill's blocks for the manifest's slots, same count and order; `fields` limits the
+    copies to some fields (a step). The manifest is trusted: validate it first.
+    """
+    return plan_block_copies(route, source_layout, source_blocks, destination_layout, manifest.blocks(), fields)
+
+
+def plan_block_copies(
+    route: RankRoute,
+    source_layout: Layout,
+    source_blocks: Mapping[GroupId, Sequence[int]],
+    destination_layout: Layout,
+    destination_blocks: Mapping[GroupId, Sequence[int]],
+    fields: Collection[FieldId] | None = None,
+) -> Copies:
+    """As plan_copies, between any equally long lists of blocks (a chunk of a room's slots)."""
+    pairs = {
+        group_id: (_ids(source_blocks.get(group_id, ()), source_layout, group_id), _ids(blocks))
+        for group_id, blocks in destination_blocks.items()
+    }
+    for group_id, (ours, theirs) in pairs.items():
+        if len(ours) != len(theirs):
+            raise LocalProtocolError(f"group {group_id!r}: {len(ours)} source blocks for {len(theirs)} of the manifest")
+    found = [
+        _fragment_copies(fragment, source_layout, destination_layout, *pairs[fragment.group_id])
+        for fragment in route.fragments
+        if fragment.group_id in pairs and (fields is None or fragment.field_id in fields)
+    ]
+    if not found:
+        return Copies(*(np.empty(0, np.uint64) for _ in range(3)))
+    source, destination, length = (np.concatenate(column) for column in zip(*found, strict=True))
+    return _merged(source, destination, length)
+
+
+def expected_bytes(destination_layout: Layout, manifest: Manifest, route: RankRoute) -> int:
+    """Bytes that the route's prefill rank must land in decode's arena for this manifest."""
+    counts = {group.group_id: len(group.block_ids) for group in manifest.groups}
+    return sum(fragment.rows * fragment.row_bytes * counts.get(fragment.group_id, 0) for fragment in route.fragments)
+
+
+def window_runs(layout: Layout, manifest: Manifest) -> tuple[U64, U64]:
+    """Offsets and lengths of decode's arena that the manifest opens for writing: sorted, disjoint, merged."""
+    starts, lengths = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+    for group_id, blocks in manifest.blocks().items():
+        ids = _ids(blocks)
+        for field in layout.fields_of(group_id):
+            starts.append(layout.page_offsets(field.field_id, ids))
+            lengths.append(np.full(len(ids), field.payload_bytes, np.uint64))
+    start, length = np.concatenate(starts), np.concatenate(lengths)
+    order = np.argsort(start, kind="stable")
+    runs = _merged(start[order], start[order], length[order])
+    return runs.destination, runs.length
+
+
+def _ids(blocks: Sequence[int], layout: Layout | None = None, group_id: GroupId | None = None) -> U64:
+    if layout is not None and group_id is not None and len(blocks):
+        count = layout.group(group_id).page_count
+        if min(blocks) < 1 or max(blocks) >= count:
+            raise LocalProtocolError(f"group {group_id!r}: a source block is outside 1..{count - 1}")
+    return np.asarray(blocks, dtype=np.uint64)
+
+
+def _fragment_copies(
+    fragment: Fragment, source_layout: Layout, destination_layout: Layout, source_ids: U64, destination_ids: U64
+) -> tuple[U64, U64, U64]:
+    rows = np.arange(fragment.rows, dtype=np.uint64)
+    source_rows = rows * np.uint64(fragment.source_stride) + np.uint64(fragment.source_offset)
+    destination_rows = rows * np.uint64(fragment.destination_stride) + np.uint64(fragment.destination_offset)
+    source = source_layout.page_offsets(fragment.field_id, source_ids)[:, None] + source_rows
+    destination = destination_layout.page_offsets(fragment.field_id, destination_ids)[:, None] + destination_rows
+    return source.ravel(), destination.ravel(), np.full(source.size, fragment.row_bytes, np.uint64)
+
+
+def _merged(source: U64, destination: U64, length: U64) -> Copies:
+    """Sort by destination and join runs that touch on both sides."""
+    if not len(length):
+        return Copies(source, destination, length)
+    order = np.argsort(destination, kind="stable")
+    source, destination, length = source[order], destination[order], length[order]
+    apart = (source[:-1] + length[:-1] != source[1:]) | (destination[:-1] + length[:-1] != destination[1:])
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    return Copies(source[first], destination[first], np.add.reduceat(length, first))

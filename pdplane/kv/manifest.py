@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import attrs
 
+from pdplane.errors import LocalProtocolError, WireError
 from pdplane.ids import GroupId
+from pdplane.kv.layout import FULL_SUFFIX, SLIDING_WINDOW, GroupSpec, Layout
+
+MAX_TOKENS = 2**63 - 1
 
 
 @attrs.frozen
@@ -22,3 +28,121 @@ class Manifest:
     groups: tuple[ManifestGroup, ...]
     prefix_len: int
     prompt_len: int
+
+    def blocks(self) -> dict[GroupId, tuple[int, ...]]:
+        """Block ids by group."""
+        return {group.group_id: group.block_ids for group in self.groups}
+
+
+def logical_slots(spec: GroupSpec, prefix_len: int, prompt_len: int) -> range:
+    """Which slots of a group's block table a transfer of the tokens [prefix_len, prompt_len) takes.
+
+    A suffix group takes every slot from the prefix on (a sliding one only those inside the window); a snapshot
+    group takes the one slot of the last token. Source: legacy_peer.md section 5.
+    """
+    tokens = spec.block_granularity
+    if spec.transfer_policy != FULL_SUFFIX:
+        last = (prompt_len - 1) // tokens
+        return range(last, last + 1)
+    start = prefix_len // tokens
+    if spec.retention == SLIDING_WINDOW and spec.sliding_window_tokens is not None:
+        start = max(start, max(0, prompt_len - spec.sliding_window_tokens + 1) // tokens)
+    return range(start, -(-prompt_len // tokens))
+
+
+def slot_counts(layout: Layout, prefix_len: int, prompt_len: int) -> dict[GroupId, int]:
+    """Blocks of each group that a room of these lengths needs; lengths as in a valid manifest."""
+    return {spec.group_id: _length(logical_slots(spec, prefix_len, prompt_len)) for spec in layout.group_specs}
+
+
+def build_manifest(
+    layout: Layout, blocks: Mapping[GroupId, Sequence[int]], prefix_len: int, prompt_len: int
+) -> Manifest:
+    """Our own manifest, from the blocks of each group in slot order; LocalProtocolError if it would be invalid."""
+    if set(blocks) != {spec.group_id for spec in layout.group_specs}:
+        raise LocalProtocolError("the blocks' groups are not the layout's groups")
+    groups = tuple(ManifestGroup(spec.group_id, tuple(blocks[spec.group_id])) for spec in layout.group_specs)
+    manifest = Manifest(groups, prefix_len, prompt_len)
+    try:
+        validate_manifest(manifest, layout)
+    except WireError as error:
+        raise LocalProtocolError(str(error)) from error
+    return manifest
+
+
+def manifest_from_tables(
+    layout: Layout, tables: Mapping[GroupId, Sequence[int]], prefix_len: int, prompt_len: int
+) -> Manifest:
+    """Our own manifest, cut out of whole block tables (entry i is the block of slot i); 0 or less marks a hole."""
+    _check_window_of_ours(layout, prefix_len, prompt_len)
+    blocks: dict[GroupId, Sequence[int]] = {}
+    for group_id, table in tables.items():
+        slots = logical_slots(layout.spec(group_id), prefix_len, prompt_len)
+        if slots.stop > len(table):
+            raise LocalProtocolError(f"the table of group {group_id!r} ends before slot {slots.stop - 1}")
+        blocks[group_id] = table[slots.start : slots.stop]
+    return build_manifest(layout, blocks, prefix_len, prompt_len)
+
+
+def validate_manifest(manifest: Manifest, layout: Layout) -> None:
+    """Raise WireError unless the manifest is a whole, unambiguous offer of decode's blocks in decode's layout.
+
+    Beyond the legacy receiver's checks: types, negative lengths, duplicate blocks, and blocks of two groups that
+    are the same bytes.
+    """
+    _check_window(manifest, layout)
+    if [group.group_id for group in manifest.groups] != [spec.group_id for spec in layout.group_specs]:
+        raise WireError("manifest.groups", "manifest.groups do not stand in the order of the layout's groups")
+    for group, spec in zip(manifest.groups, layout.group_specs, strict=True):
+        path = f"manifest.groups[{group.group_id!r}].block_ids"
+        wanted = _length(logical_slots(spec, manifest.prefix_len, manifest.prompt_len))
+        if len(group.block_ids) != wanted:
+            raise WireError(path, f"{path} has {len(group.block_ids)} blocks where the window takes {wanted}")
+        _check_ids(group.block_ids, layout.group(group.group_id).page_count, path)
+    _check_aliases(manifest, layout)
+
+
+def _check_window(manifest: Manifest, layout: Layout) -> None:
+    for name, length in (("prefix_len", manifest.prefix_len), ("prompt_len", manifest.prompt_len)):
+        if type(length) is not int or not 0 <= length <= MAX_TOKENS:
+            raise WireError(f"manifest.{name}", f"manifest.{name} must be a whole number of 0..{MAX_TOKENS}")
+    if manifest.prefix_len >= manifest.prompt_len:
+        raise WireError("manifest.prompt_len", "manifest.prompt_len must be larger than prefix_len")
+    if manifest.prefix_len % layout.prefix_granularity:
+        raise WireError("manifest.prefix_len", "manifest.prefix_len is no multiple of the layout's prefix_granularity")
+
+
+def _check_window_of_ours(layout: Layout, prefix_len: int, prompt_len: int) -> None:
+    try:
+        _check_window(Manifest((), prefix_len, prompt_len), layout)
+    except WireError as error:
+        raise LocalProtocolError(str(error)) from error
+
+
+def _check_ids(block_ids: tuple[int, ...], page_count: int, path: str) -> None:
+    if not block_ids:
+        return
+    if set(map(type, block_ids)) != {int}:
+        raise WireError(path, f"{path} holds something that is no whole number")
+    if min(block_ids) < 1 or max(block_ids) >= page_count:
+        raise WireError(path, f"{path} holds an id outside 1..{page_count - 1}")
+    if len(set(block_ids)) != len(block_ids):
+        raise WireError(path, f"{path} holds a block twice")
+
+
+def _check_aliases(manifest: Manifest, layout: Layout) -> None:
+    """Groups that share a plane must not share a parent of it: the allocator gives a parent to one group."""
+    parents: dict[GroupId, set[int]] = {}
+    for group in manifest.groups:
+        packs = layout.group(group.group_id).cache_blocks_per_lcm_block
+        parents[group.group_id] = {(block - 1) // packs for block in group.block_ids}
+    claimed: dict[tuple[str, int], GroupId] = {}
+    for group_id, plane_id in sorted({(field.group_id, field.plane_id) for field in layout.fields}):
+        for parent in parents[group_id]:
+            if claimed.setdefault((plane_id, parent), group_id) != group_id:
+                path = f"manifest.groups[{group_id!r}].block_ids"
+                raise WireError(path, f"{path} shares memory with group {claimed[plane_id, parent]!r}")
+
+
+def _length(slots: range) -> int:
+    return max(0, slots.stop - slots.start)  # len() overflows beyond sys.maxsize

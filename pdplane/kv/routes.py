@@ -1,0 +1,289 @@
+"""Who feeds whom: which prefill ranks hold the bytes that a decode rank needs, and which slices of a page they are.
+
+Words: a *shard* is one of the `global_extent / local extent` slices of a partitioned field; when there are fewer
+shards than ranks each shard has *replicas*, and only the first replica (the representative) sends it. A rank that
+sends to nobody is a dummy rank. Source of the rules: legacy_peer.md section 7.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+import attrs
+
+from pdplane.errors import ConfigError, WireError
+from pdplane.ids import FieldId, GroupId, Rank, Room
+from pdplane.kv.compat import compare_layouts
+from pdplane.kv.layout import Field, Layout, Partition
+
+MAX_TP = 1024
+
+
+@attrs.frozen
+class Fragment:
+    """A slice of every page of a field: `rows` runs of `row_bytes`, at offsets and strides in bytes inside the page."""
+
+    group_id: GroupId
+    field_id: FieldId
+    source_offset: int
+    destination_offset: int
+    source_stride: int
+    destination_stride: int
+    row_bytes: int
+    rows: int
+
+
+@attrs.frozen
+class RankRoute:
+    """What one prefill rank sends to one decode rank.
+
+    `decode_ranks` are all decode ranks that this prefill rank waits for in a room: those that it serves, or
+    rank 0 alone when it serves nobody (`dummy`) and only takes part in the agreement.
+    """
+
+    prefill_tp: int
+    prefill_rank: Rank
+    decode_tp: int
+    decode_rank: Rank
+    fragments: tuple[Fragment, ...]
+    decode_ranks: tuple[Rank, ...]
+    dummy: bool = False
+
+    @property
+    def serves(self) -> bool:
+        return bool(self.fragments)
+
+
+@attrs.frozen
+class Placement:
+    """Where a rank of the whole prefill instance stands."""
+
+    dp_group: int
+    tp_rank: Rank
+    tp_size: int
+
+
+@attrs.frozen
+class _Shape:
+    """What decides a field's fragments; many fields share one."""
+
+    source: tuple[int, ...]
+    destination: tuple[int, ...]
+    element_bytes: int
+    partition: Partition | None
+
+
+@attrs.frozen
+class _Slice:
+    """Fragment numbers without a field's name."""
+
+    source_offset: int
+    destination_offset: int
+    source_stride: int
+    destination_stride: int
+    row_bytes: int
+    rows: int
+
+
+def dp_group(room: Room, dp_size: int) -> int:
+    """The data-parallel group of prefill that serves a room."""
+    return room % dp_size
+
+
+def place_rank(engine_rank: int, *, world_size: int, dp_size: int) -> Placement:
+    """Where rank `engine_rank` of `world_size` stands; ConfigError if the numbers make no instance."""
+    if dp_size < 1 or world_size < 1 or world_size % dp_size:
+        raise ConfigError(f"world_size {world_size} is not divisible into dp_size {dp_size} groups")
+    if not 0 <= engine_rank < world_size:
+        raise ConfigError(f"engine_rank {engine_rank} is outside 0..{world_size - 1}")
+    tp_size = world_size // dp_size
+    return Placement(engine_rank // tp_size, Rank(engine_rank % tp_size), tp_size)
+
+
+def plan_route(
+    prefill_layout: Layout,
+    decode_layout: Layout,
+    prefill_tp: int,
+    prefill_rank: int,
+    decode_tp: int,
+    decode_rank: int,
+) -> RankRoute:
+    """What `prefill_rank` sends to `decode_rank`.
+
+    With equal tp each rank sends whole pages to its namesake. Raises LayoutMismatch (ours is prefill's) or
+    WireError: sizes out of range, shards that the ranks cannot hold, or a decode rank that this prefill rank
+    has no business with.
+    """
+    _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
+    _check_rank(prefill_rank, prefill_tp, "prefill_rank")
+    _check_rank(decode_rank, decode_tp, "decode_rank")
+    served = decode_ranks_served(prefill_layout, decode_layout, prefill_tp, prefill_rank, decode_tp)
+    dummy = not served
+    if decode_rank not in (served or (0,)):
+        raise WireError("decode_rank", "CachePD Decode registration targets the wrong Prefill TP rank")
+    fragments = tuple(
+        Fragment(field.group_id, field.field_id, *attrs.astuple(piece))
+        for field, shape in _shapes(prefill_layout, decode_layout)
+        for piece in _slices(shape, prefill_tp, prefill_rank, decode_tp, decode_rank)
+    )
+    return RankRoute(
+        prefill_tp,
+        Rank(prefill_rank),
+        decode_tp,
+        Rank(decode_rank),
+        fragments,
+        served or (Rank(0),),
+        dummy,
+    )
+
+
+def expected_prefill_ranks(
+    prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, decode_tp: int, decode_rank: int
+) -> tuple[Rank, ...]:
+    """The prefill ranks that send to `decode_rank`, ascending: those whose Success it waits for."""
+    _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
+    _check_rank(decode_rank, decode_tp, "decode_rank")
+    return _feeders(_distinct(prefill_layout, decode_layout), prefill_tp, decode_tp, decode_rank)
+
+
+def decode_ranks_served(
+    prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, prefill_rank: int, decode_tp: int
+) -> tuple[Rank, ...]:
+    """The decode ranks that `prefill_rank` sends to, ascending."""
+    _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
+    shapes = _distinct(prefill_layout, decode_layout)
+    return tuple(
+        Rank(rank) for rank in range(decode_tp) if prefill_rank in _feeders(shapes, prefill_tp, decode_tp, rank)
+    )
+
+
+def dummy_ranks(prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, decode_tp: int) -> tuple[Rank, ...]:
+    """The prefill ranks that send to nobody, ascending; only decode rank 0 contacts them."""
+    _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
+    shapes = _distinct(prefill_layout, decode_layout)
+    busy = {rank for decode_rank in range(decode_tp) for rank in _feeders(shapes, prefill_tp, decode_tp, decode_rank)}
+    return tuple(Rank(rank) for rank in range(prefill_tp) if rank not in busy)
+
+
+def contact_order(
+    prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, decode_tp: int, decode_rank: int
+) -> tuple[Rank, ...]:
+    """The prefill ranks that `decode_rank` registers with, ascending: its feeders and, for rank 0, the dummies."""
+    feeders = expected_prefill_ranks(prefill_layout, decode_layout, prefill_tp, decode_tp, decode_rank)
+    dummies = dummy_ranks(prefill_layout, decode_layout, prefill_tp, decode_tp) if decode_rank == 0 else ()
+    return tuple(sorted({*feeders, *dummies}))
+
+
+def _check_pair(prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, decode_tp: int) -> None:
+    for name, size in (("prefill_tp_size", prefill_tp), ("decode_tp_size", decode_tp)):
+        if not 1 <= size <= MAX_TP:
+            raise WireError(name, f"{name} must be 1..{MAX_TP}, not {size}")
+    compare_layouts(prefill_layout, decode_layout)
+    for field, shape in _shapes(prefill_layout, decode_layout):
+        if prefill_tp == decode_tp:
+            if shape.source != shape.destination:
+                raise WireError(
+                    f"{field.field_id}.shape",
+                    f"{field.field_id} has the shape {shape.source} on prefill and {shape.destination} on decode, "
+                    f"at the same tp {prefill_tp}",
+                )
+        elif shape.partition is not None:
+            _check_shards(field, shape.partition, shape.source, prefill_tp)
+            _check_shards(field, shape.partition, shape.destination, decode_tp)
+
+
+def _check_shards(field: Field, partition: Partition, shape: tuple[int, ...], tp: int) -> None:
+    shards = partition.global_extent // shape[partition.axis]
+    if shards > tp or tp % shards:
+        raise WireError(
+            f"{field.field_id}.partition",
+            f"{field.field_id}: global extent {partition.global_extent} and local extent "
+            f"{shape[partition.axis]} cannot be mapped to tp {tp}",
+        )
+
+
+def _check_rank(rank: int, tp: int, name: str) -> None:
+    if not 0 <= rank < tp:
+        raise WireError(name, f"{name} must be 0..{tp - 1}, not {rank}")
+
+
+def _shapes(prefill_layout: Layout, decode_layout: Layout) -> Iterator[tuple[Field, _Shape]]:
+    """Every field in transfer order (groups in spec order, fields in string order) with what decides its slices."""
+    for spec in prefill_layout.group_specs:
+        for field in prefill_layout.fields_of(spec.group_id):
+            destination = decode_layout.field(field.field_id).shape
+            partition = prefill_layout.partition(field.field_id)
+            yield field, _Shape(field.shape, destination, field.element_bytes, partition)
+
+
+def _distinct(prefill_layout: Layout, decode_layout: Layout) -> frozenset[_Shape]:
+    return frozenset(shape for _, shape in _shapes(prefill_layout, decode_layout))
+
+
+@lru_cache(maxsize=4096)
+def _feeders(shapes: frozenset[_Shape], prefill_tp: int, decode_tp: int, decode_rank: int) -> tuple[Rank, ...]:
+    if prefill_tp == decode_tp:
+        return (Rank(decode_rank),)
+    found: set[int] = set()
+    for shape in shapes:
+        if shape.partition is None:
+            found.add(decode_rank * prefill_tp // decode_tp)
+        else:
+            found.update(_partition_feeders(shape, shape.partition, prefill_tp, decode_tp, decode_rank))
+    return tuple(Rank(rank) for rank in sorted(found))
+
+
+def _partition_feeders(shape: _Shape, partition: Partition, prefill_tp: int, decode_tp: int, decode_rank: int) -> range:
+    """Representatives of the prefill shards that overlap decode's shard; every part is cut in the same ratio."""
+    prefill_shards = partition.global_extent // shape.source[partition.axis]
+    decode_shards = partition.global_extent // shape.destination[partition.axis]
+    shard = decode_rank // (decode_tp // decode_shards)
+    first = shard * prefill_shards // decode_shards
+    stop = -(-(shard + 1) * prefill_shards // decode_shards)
+    replicas = prefill_tp // prefill_shards
+    return range(first * replicas, stop * replicas, replicas)
+
+
+@lru_cache(maxsize=4096)
+def _slices(shape: _Shape, prefill_tp: int, prefill_rank: int, decode_tp: int, decode_rank: int) -> tuple[_Slice, ...]:
+    partition = shape.partition
+    if prefill_rank not in _feeders(frozenset((shape,)), prefill_tp, decode_tp, decode_rank):
+        return ()
+    if prefill_tp == decode_tp or partition is None:
+        whole = math.prod(shape.source) * shape.element_bytes
+        return (_Slice(0, 0, whole, whole, whole, 1),)
+    source_shard = prefill_rank * (partition.global_extent // shape.source[partition.axis]) // prefill_tp
+    destination_shard = decode_rank * (partition.global_extent // shape.destination[partition.axis]) // decode_tp
+    inner = math.prod(shape.source[partition.axis + 1 :]) * shape.element_bytes
+    rows = math.prod(shape.source[: partition.axis])
+    source_stride = shape.source[partition.axis] * inner
+    destination_stride = shape.destination[partition.axis] * inner
+    found = []
+    for source_at, destination_at, width in _overlaps(shape, partition, source_shard, destination_shard):
+        row_bytes, row_count = width * inner, rows
+        if rows > 1 and source_stride == destination_stride == row_bytes:
+            row_bytes, row_count = rows * row_bytes, 1
+        found.append(
+            _Slice(source_at * inner, destination_at * inner, source_stride, destination_stride, row_bytes, row_count)
+        )
+    return tuple(found)
+
+
+def _overlaps(
+    shape: _Shape, partition: Partition, source_shard: int, destination_shard: int
+) -> Iterator[tuple[int, int, int]]:
+    """Source start, destination start and width, in elements of the axis, for each part of which both hold some."""
+    source_shards = partition.global_extent // shape.source[partition.axis]
+    destination_shards = partition.global_extent // shape.destination[partition.axis]
+    source_base = destination_base = 0
+    for part in partition.global_parts or (partition.global_extent,):
+        source_width, destination_width = part // source_shards, part // destination_shards
+        source_start, destination_start = source_shard * source_width, destination_shard * destination_width
+        start = max(source_start, destination_start)
+        width = min(source_start + source_width, destination_start + destination_width) - start
+        if width > 0:
+            yield source_base + start - source_start, destination_base + start - destination_start, width
+        source_base += source_width
+        destination_base += destination_width

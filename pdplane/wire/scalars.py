@@ -1,0 +1,73 @@
+"""Numbers and texts as frames.
+
+Three integer grammars meet on this wire: *canonical* decimals (digits only, no leading zero but "0"), i64 with an
+optional sign and any number of leading zeros, and the session port (u64 with an optional plus). Lengths are
+checked before `int()`, which accepts too much and refuses more than 4,300 digits.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pdplane.errors import LocalProtocolError
+
+MAX_U16 = 2**16 - 1
+MAX_I64 = 2**63 - 1
+MIN_I64 = -(2**63)
+MAX_U64 = 2**64 - 1
+
+_SIGNED = re.compile(rb"([+-]?)([0-9]+)\Z")
+_CANONICAL = re.compile(rb"(?:0|[1-9][0-9]*)\Z")
+
+
+def canonical(frame: bytes, maximum: int) -> int | None:
+    """A canonical decimal of 0..maximum, else None."""
+    if len(frame) > len(str(maximum)) or not _CANONICAL.match(frame):
+        return None
+    value = int(frame)
+    return value if value <= maximum else None
+
+
+def i64(frame: bytes) -> int | None:
+    """A signed 64-bit decimal, else None."""
+    return _bounded(frame, MIN_I64, MAX_I64, rb"+-")
+
+
+def u64(frame: bytes) -> int | None:
+    """An unsigned 64-bit decimal that may carry a plus sign, else None."""
+    return _bounded(frame, 0, MAX_U64, rb"+")
+
+
+def _bounded(frame: bytes, low: int, high: int, signs: bytes) -> int | None:
+    found = _SIGNED.match(frame)
+    if found is None or found[1] not in signs:
+        return None
+    digits = found[2].lstrip(b"0")
+    if len(digits) > len(str(high)):
+        return None
+    value = int(digits or b"0")
+    value = -value if found[1] == b"-" else value
+    return value if low <= value <= high else None
+
+
+def ascii_text(frame: bytes) -> str | None:
+    """The frame as text if it is ASCII (control characters included), else None."""
+    return frame.decode("ascii") if frame.isascii() else None
+
+
+def text_frame(text: str, name: str) -> bytes:
+    """Our own text as a frame; LocalProtocolError unless it is ASCII."""
+    if not text.isascii():
+        raise LocalProtocolError(f"{name} must be ASCII, not {text!a}")
+    return text.encode("ascii")
+
+
+def decimal_frame(value: int, low: int, high: int, name: str) -> bytes:
+    """Our own number as a canonical decimal; LocalProtocolError outside low..high."""
+    return b"%d" % ranged(value, low, high, name)
+
+
+def ranged(value: int, low: int, high: int, name: str) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise LocalProtocolError(f"{name} must be a whole number of {low}..{high}, not {value!r}")
+    return value
