@@ -8,6 +8,7 @@ and go between native peers only. Bytes are made of them in `pdplane.wire`, deci
 from __future__ import annotations
 
 import enum
+import struct
 from typing import TypeAlias
 
 import attrs
@@ -78,6 +79,11 @@ class Status:
     candidates: tuple[int, ...] | None = None
     cached_tokens: int = 0
     logprob: bytes | None = None
+
+    @property
+    def first_logprob(self) -> float | None:
+        """The first token's natural logarithm, when the status carries one."""
+        return None if self.logprob is None else float(struct.unpack("<d", self.logprob)[0])
 
 
 @attrs.frozen

@@ -1,0 +1,211 @@
+"""What a machine asks for. The plane carries the actions out in their order."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import attrs
+
+from pdplane.errors import PdplaneError
+from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
+from pdplane.kv.copies import Copies
+from pdplane.kv.layout import Layout
+from pdplane.kv.manifest import Manifest
+from pdplane.kv.routes import RankRoute
+from pdplane.machine.events import Channel
+from pdplane.messages import Notice, Registration, Status
+
+
+@attrs.frozen
+class WakeAt:
+    """Call with a Tick at this time, if nothing else happens before."""
+
+    time: float
+
+
+@attrs.frozen
+class Fail:
+    """The caller of this use of the room gets this error."""
+
+    room: Room
+    ticket: int
+    error: PdplaneError
+
+
+# ---- prefill
+
+
+@attrs.frozen
+class Send:
+    """A status or a notice for one decode rank."""
+
+    identity: bytes
+    message: Status | Notice
+
+
+@attrs.frozen
+class OpenData:
+    """Connect to the session's data address and tell which decode life answers there."""
+
+    session: SessionId
+    life: Life
+
+
+@attrs.frozen
+class CloseData:
+    """Nobody will push to this life of the session again."""
+
+    session: SessionId
+    life: Life
+
+
+@attrs.frozen
+class Destination:
+    """One decode rank's side of a room: where the bytes go and in which geometry."""
+
+    session: SessionId
+    generation: Generation
+    layout: Layout
+    route: RankRoute
+    manifest: Manifest
+
+
+@attrs.frozen
+class Windowed:
+    """Every expected decode rank has offered its blocks: work may begin."""
+
+    room: Room
+    ticket: int
+    prefix_len: int
+    prompt_len: int
+    destinations: tuple[Destination, ...]
+
+
+@attrs.frozen(eq=False)
+class Push:
+    """Bytes for one window; the end comes back as PushEnded with the same number."""
+
+    session: SessionId
+    life: Life
+    room: Room
+    generation: Generation
+    push: int
+    copies: Copies
+
+
+@attrs.frozen
+class CancelPush:
+    """Stop the pushes of this window at the next border; each still ends with PushEnded."""
+
+    session: SessionId
+    life: Life
+    room: Room
+    generation: Generation
+
+
+@attrs.frozen
+class Succeed:
+    """Success has gone out to every decode rank."""
+
+    room: Room
+    ticket: int
+
+
+@attrs.frozen
+class Release:
+    """Nothing reads the room's source blocks any more."""
+
+    room: Room
+    ticket: int
+
+
+PrefillAction: TypeAlias = (
+    WakeAt | Fail | Send | OpenData | CloseData | Windowed | Push | CancelPush | Succeed | Release
+)
+
+# ---- decode
+
+
+@attrs.frozen
+class LookUp:
+    """Ask the rendezvous for the data-parallel group that serves this room."""
+
+    bootstrap: Endpoint
+    room: Room
+
+
+@attrs.frozen
+class Connect:
+    """Open a channel."""
+
+    channel: Channel
+    endpoint: Endpoint
+
+
+@attrs.frozen
+class Disconnect:
+    """Drop a channel; nothing is heard of it again."""
+
+    channel: Channel
+
+
+@attrs.frozen
+class Tell:
+    """A registration or a notice for one prefill rank."""
+
+    channel: Channel
+    message: Registration | Notice
+
+
+@attrs.frozen
+class Offer:
+    """The room's blocks for one prefill rank; none for a rank that only joins the vote."""
+
+    channel: Channel
+    room: Room
+    manifest: Manifest | None
+
+
+@attrs.frozen
+class OpenWindow:
+    """Let exactly these lives of prefill ranks write exactly the manifest's blocks."""
+
+    room: Room
+    generation: Generation
+    manifest: Manifest
+    writers: tuple[tuple[Rank, Life], ...]
+
+
+@attrs.frozen
+class CloseWindow:
+    """Nothing may land in the room's blocks from here on."""
+
+    room: Room
+    generation: Generation
+
+
+@attrs.frozen
+class Delivered:
+    """A prompt's cache is whole in the arena; the values are those of the statuses, merged over the ranks.
+
+    `logprob` is the first token's natural logarithm, or None when prefill sent none.
+    """
+
+    first_token: int
+    logprob: float | None
+    candidates: tuple[int, ...] | None
+    cached_tokens: int
+
+
+@attrs.frozen
+class Deliver:
+    """The caller of this use of the room gets its cache."""
+
+    room: Room
+    ticket: int
+    delivered: Delivered
+
+
+DecodeAction: TypeAlias = (
+    WakeAt | Fail | LookUp | Connect | Disconnect | Tell | Offer | OpenWindow | CloseWindow | Deliver
+)

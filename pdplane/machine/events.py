@@ -1,0 +1,274 @@
+"""What happens to a machine. Time is not among the values: it comes beside them.
+
+`ticket` is the plane's own number of one use of a room: a handle of an ended room cannot touch a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import attrs
+
+from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
+from pdplane.kv.copies import Copies
+from pdplane.kv.layout import Layout
+from pdplane.kv.manifest import Manifest
+from pdplane.messages import Notice, Registration, Route, Status
+
+
+@attrs.frozen
+class Tick:
+    """Nothing but time has passed."""
+
+
+@attrs.frozen
+class Closing:
+    """The plane shuts down: every live room ends and its peers are told."""
+
+    cause: str
+
+
+@attrs.frozen
+class RoomCancelled:
+    """The caller of this side gives a room up."""
+
+    room: Room
+    ticket: int
+    cause: str
+
+
+# ---- what a prefill rank hears
+
+
+@attrs.frozen
+class NoticeReceived:
+    """A native decode rank said something beside the legacy frames."""
+
+    identity: bytes
+    notice: Notice
+
+
+@attrs.frozen
+class RegistrationReceived:
+    """A well-formed registration with its layout parsed."""
+
+    identity: bytes
+    registration: Registration
+    layout: Layout
+
+
+@attrs.frozen
+class RegistrationRejected:
+    """A registration that cannot be used; `route` when at least the way back was readable."""
+
+    identity: bytes
+    route: Route | None
+    field: str
+    reason: str
+
+
+@attrs.frozen
+class PreallocationReceived:
+    """Blocks for a room; no manifest from a rank that only joins the vote."""
+
+    identity: bytes
+    room: Room
+    session: SessionId
+    manifest: Manifest | None
+
+
+@attrs.frozen
+class PreallocationRejected:
+    """A pre-allocation whose room is readable and whose manifest is not."""
+
+    identity: bytes
+    room: Room
+    session: SessionId
+    reason: str
+
+
+@attrs.frozen
+class Undeliverable:
+    """A message could not be given to this identity: its connection is gone."""
+
+    identity: bytes
+
+
+@attrs.frozen
+class DataConnected:
+    """The data connection opened for `life` stands; `decode_life` answered at the session's address."""
+
+    session: SessionId
+    life: Life
+    decode_life: Life
+
+
+@attrs.frozen
+class DataLost:
+    """The data connection opened for `life` could not be made, or is gone."""
+
+    session: SessionId
+    life: Life
+    cause: str
+
+
+@attrs.frozen
+class PrefillRequested:
+    """A caller wants to prefill a room; length and hash of the prompt when it knows them already."""
+
+    room: Room
+    ticket: int
+    prompt_len: int | None
+    prompt_hash: str | None
+
+
+@attrs.frozen(eq=False)
+class PushRequested:
+    """A caller hands over bytes for the room's sessions."""
+
+    room: Room
+    ticket: int
+    copies: Mapping[SessionId, Copies]
+
+
+@attrs.frozen
+class PushEnded:
+    """One push is acknowledged, or ended with a cause."""
+
+    session: SessionId
+    room: Room
+    generation: Generation
+    push: int
+    cause: str | None
+
+
+@attrs.frozen
+class RoomFinished:
+    """The caller has pushed everything; these values go out with Success."""
+
+    room: Room
+    ticket: int
+    first_token: int
+    logprob: bytes | None
+    candidates: tuple[int, ...] | None
+    cached_tokens: int
+
+
+PrefillEvent: TypeAlias = (
+    Tick
+    | Closing
+    | RoomCancelled
+    | NoticeReceived
+    | RegistrationReceived
+    | RegistrationRejected
+    | PreallocationReceived
+    | PreallocationRejected
+    | Undeliverable
+    | DataConnected
+    | DataLost
+    | PrefillRequested
+    | PushRequested
+    | PushEnded
+    | RoomFinished
+)
+
+# ---- what a decode rank hears
+
+
+@attrs.frozen
+class Channel:
+    """One connection of this decode rank: to one life of one prefill rank behind one rendezvous."""
+
+    bootstrap: Endpoint
+    prefill_rank: Rank
+    life: Life
+
+
+@attrs.frozen
+class PeerRank:
+    """Where one prefill rank listens, and which life of it."""
+
+    prefill_rank: Rank
+    endpoint: Endpoint
+    life: Life
+
+
+@attrs.frozen
+class DecodeRequested:
+    """A caller opened blocks for a room that the prefill behind `bootstrap` shall fill."""
+
+    room: Room
+    ticket: int
+    bootstrap: Endpoint
+    manifest: Manifest
+    prompt_hash: str
+
+
+@attrs.frozen
+class PeerFound:
+    """The rendezvous knows every rank of the data-parallel group that serves the room."""
+
+    room: Room
+    bootstrap: Endpoint
+    dp_group: int
+    dp_size: int
+    layout: Layout
+    ranks: tuple[PeerRank, ...]
+
+
+@attrs.frozen
+class PeerMissing:
+    """The rendezvous gave no usable answer in time."""
+
+    room: Room
+    bootstrap: Endpoint
+    cause: str
+
+
+@attrs.frozen
+class NoticeFromPrefill:
+    """A native prefill rank said something beside the status frames."""
+
+    channel: Channel
+    notice: Notice
+
+
+@attrs.frozen
+class StatusFromPrefill:
+    """A status frame arrived on this channel."""
+
+    channel: Channel
+    status: Status
+
+
+@attrs.frozen
+class Landed:
+    """Bytes of one prefill rank in the room's window, whole segments only; a running total."""
+
+    room: Room
+    generation: Generation
+    prefill_rank: Rank
+    nbytes: int
+
+
+@attrs.frozen
+class WriterCut:
+    """The data connection of one life of a prefill rank ended."""
+
+    life: Life
+    cause: str
+
+
+DecodeEvent: TypeAlias = (
+    Tick
+    | Closing
+    | RoomCancelled
+    | DecodeRequested
+    | PeerFound
+    | PeerMissing
+    | NoticeFromPrefill
+    | StatusFromPrefill
+    | Landed
+    | WriterCut
+)

@@ -1,0 +1,180 @@
+"""Prefill instances as a decode rank knows them: joined once, pinged, lost together.
+
+LookUp -> found: connect to each rank that we need, hello, registration -> every rank registered: joined
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import attrs
+
+from pdplane.ids import Endpoint, Generation, Life, Rank, Room
+from pdplane.kv.compat import compare_layouts
+from pdplane.kv.layout import Layout
+from pdplane.kv.routes import RankRoute, contact_order, expected_prefill_ranks, plan_route
+from pdplane.machine.actions import Connect, DecodeAction, Disconnect, LookUp, Tell
+from pdplane.machine.decode_room import PeerKey
+from pdplane.machine.events import Channel, PeerFound
+from pdplane.machine.settings import DecodeSettings
+from pdplane.machine.timers import Timers
+from pdplane.machine.turn import Turn
+from pdplane.messages import Drain, Fingerprint, Hello, Notice, Ping, Registration, Window
+
+DecodeTurn: TypeAlias = Turn[DecodeAction]
+
+_MAX_ANNOUNCED = 64  # generations named whose status has not come yet, a channel
+
+
+@attrs.define
+class Link:
+    """One prefill rank of a peer. An idle one only joins the vote: it gets no blocks and sends no status."""
+
+    channel: Channel
+    idle: bool
+    heard: float
+    registered: bool = False
+    announced: dict[Room, Generation] = attrs.field(factory=dict)
+
+    def announce(self, room: Room, generation: Generation) -> None:
+        self.announced[room] = generation
+        while len(self.announced) > _MAX_ANNOUNCED:
+            del self.announced[next(iter(self.announced))]
+
+
+@attrs.define
+class Peer:
+    """One data-parallel group of a prefill instance."""
+
+    key: PeerKey
+    lives: dict[Rank, Life]
+    routes: dict[Rank, RankRoute]  # of the ranks that send to us
+    links: dict[Rank, Link]
+    suspect: bool = False
+    draining: bool = False
+
+    @property
+    def is_joined(self) -> bool:
+        return all(link.registered for link in self.links.values())
+
+    def note(self, link: Link, notice: Notice) -> bool:
+        """Remember what changes no room; False for a notice that no prefill rank has to send."""
+        match notice:
+            case Window(room, generation):
+                link.announce(room, generation)
+            case Drain():
+                self.draining = True
+            case Ping():
+                pass  # that it was heard is all it says
+            case _:
+                return False
+        return True
+
+    @property
+    def writers(self) -> tuple[tuple[Rank, Life], ...]:
+        return tuple((rank, link.channel.life) for rank, link in sorted(self.links.items()) if not link.idle)
+
+
+class Peers:
+    """Every prefill instance that this decode rank is registered with, or joining."""
+
+    def __init__(
+        self,
+        settings: DecodeSettings,
+        layout: Layout,
+        life: Life,
+        registration: Registration,
+        fingerprint: Fingerprint,
+    ) -> None:
+        self._settings, self._layout = settings, layout
+        self._life, self._registration = life, registration
+        self._hello = Hello(settings.version, life, fingerprint)
+        self._peers: dict[PeerKey, Peer] = {}
+        self._sizes: dict[Endpoint, int] = {}
+        self._timers: Timers[PeerKey] = Timers()
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self._peers.values()))
+
+    def get(self, key: PeerKey | None) -> Peer | None:
+        return None if key is None else self._peers.get(key)
+
+    def link(self, channel: Channel) -> tuple[Peer, Link] | None:
+        for peer in self._peers.values():
+            link = peer.links.get(channel.prefill_rank)
+            if link is not None and link.channel == channel:
+                return peer, link
+        return None
+
+    def fresh(self, bootstrap: Endpoint, room: Room, now: float) -> Peer | None:
+        """The joined peer that serves this room, if it was heard so lately that no look-up is needed."""
+        size = self._sizes.get(bootstrap)
+        peer = self._peers.get((bootstrap, room % size)) if size else None
+        if peer is None or not peer.is_joined or peer.suspect or peer.draining:
+            return None
+        oldest = min(link.heard for link in peer.links.values())
+        return peer if now - oldest <= self._settings.ping_interval_s * 1.5 else None
+
+    def counts(self) -> dict[str, int]:
+        joined = sum(peer.is_joined for peer in self._peers.values())
+        return {"peers": len(self._peers), "sessions": joined}
+
+    def earliest(self) -> float | None:
+        return self._timers.earliest()
+
+    def same_lives(self, peer: Peer, found: PeerFound) -> bool:
+        return all(peer.lives.get(rank.prefill_rank) == rank.life for rank in found.ranks)
+
+    def join(self, turn: DecodeTurn, found: PeerFound) -> Peer:
+        """Connect to the ranks that we need and register; raises LayoutMismatch or another ProtocolError."""
+        compare_layouts(self._layout, found.layout)
+        sizes = len(found.ranks), self._settings.tp_size
+        me = self._settings.tp_rank
+        contacts = contact_order(found.layout, self._layout, *sizes, me)
+        senders = expected_prefill_ranks(found.layout, self._layout, *sizes, me)
+        routes = {rank: plan_route(found.layout, self._layout, sizes[0], rank, sizes[1], me) for rank in senders}
+        links = {}
+        for rank in found.ranks:
+            if rank.prefill_rank in contacts:
+                channel = Channel(found.bootstrap, rank.prefill_rank, rank.life)
+                links[rank.prefill_rank] = Link(channel, rank.prefill_rank not in routes, turn.now)
+                turn.add(Connect(channel, rank.endpoint))
+        lives = {rank.prefill_rank: rank.life for rank in found.ranks}
+        key = (found.bootstrap, found.dp_group)
+        peer = self._peers[key] = Peer(key, lives, routes, links)
+        self._sizes[found.bootstrap] = found.dp_size
+        for link in links.values():
+            self.introduce(turn, link)
+        self._timers.set(key, turn.now + self._settings.ping_interval_s)
+        return peer
+
+    def introduce(self, turn: DecodeTurn, link: Link) -> None:
+        """Say hello and register (again) with one rank."""
+        link.registered = False
+        turn.add(Tell(link.channel, self._hello), Tell(link.channel, self._registration))
+
+    def suspect(self, turn: DecodeTurn, life: Life) -> None:
+        """A rank's data connection ended: ask its rendezvous whether that life is still the one in service."""
+        for peer in self._peers.values():
+            if life in peer.lives.values() and not peer.suspect:
+                peer.suspect = True
+                turn.add(LookUp(peer.key[0], Room(peer.key[1])))
+
+    def forget(self, turn: DecodeTurn, peer: Peer) -> None:
+        self._timers.drop(peer.key)
+        del self._peers[peer.key]
+        turn.add(*(Disconnect(link.channel) for link in peer.links.values()))
+
+    def tend(self, turn: DecodeTurn) -> list[Peer]:
+        """Ping who is due; gives the peers of whom a rank was silent for too long."""
+        limit = self._settings.ping_interval_s * self._settings.ping_misses
+        silent = []
+        for key in list(self._timers.due(turn.now)):
+            peer = self._peers[key]
+            if any(turn.now - link.heard >= limit for link in peer.links.values()):
+                silent.append(peer)
+                continue
+            turn.add(*(Tell(link.channel, Ping(self._life)) for link in peer.links.values()))
+            self._timers.set(key, turn.now + self._settings.ping_interval_s)
+        return silent

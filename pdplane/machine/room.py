@@ -1,0 +1,148 @@
+"""The life of a room on each role, as tables of legal moves.
+
+Guards are events of their own ("all offers are in" is counted first and then fed to the table),
+and what a move causes hangs on the state that is entered, never on the event that led there.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import TypeAlias, TypeVar
+
+import attrs
+
+from pdplane.errors import LocalProtocolError
+from pdplane.ids import Generation, Room
+
+
+class PrefillState(enum.Enum):
+    """Where a room stands on a prefill rank."""
+
+    EARLY = "early"  # decode offered blocks, no request came yet
+    OPENED = "opened"  # the request is here, not every offer
+    WINDOWED = "windowed"  # every offer is here: compute and push
+    FINISHING = "finishing"  # all is pushed, not all of it acknowledged
+    FAILING = "failing"  # failed, but a push may still be reading the source blocks
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+class PrefillMove(enum.Enum):
+    """What can move it."""
+
+    REQUESTED = "requested"
+    OFFERED = "offered"
+    COMPLETED = "completed"  # the last expected offer was counted
+    PUSHED = "pushed"  # one push ended well
+    FINISHED = "finished"
+    DRAINED = "drained"  # no push is outstanding
+    BROKEN = "broken"
+
+
+P, PM = PrefillState, PrefillMove
+
+PREFILL_TABLE: Mapping[tuple[PrefillState, PrefillMove], PrefillState] = {
+    (P.EARLY, PM.OFFERED): P.EARLY,
+    (P.EARLY, PM.REQUESTED): P.OPENED,
+    (P.EARLY, PM.BROKEN): P.FAILING,
+    (P.OPENED, PM.OFFERED): P.OPENED,
+    (P.OPENED, PM.COMPLETED): P.WINDOWED,
+    (P.OPENED, PM.BROKEN): P.FAILING,
+    (P.WINDOWED, PM.PUSHED): P.WINDOWED,
+    (P.WINDOWED, PM.FINISHED): P.FINISHING,
+    (P.WINDOWED, PM.BROKEN): P.FAILING,
+    (P.FINISHING, PM.PUSHED): P.FINISHING,
+    (P.FINISHING, PM.DRAINED): P.SUCCEEDED,
+    (P.FINISHING, PM.BROKEN): P.FAILING,
+    (P.FAILING, PM.PUSHED): P.FAILING,
+    (P.FAILING, PM.BROKEN): P.FAILING,  # a second cause changes nothing
+    (P.FAILING, PM.DRAINED): P.FAILED,
+}
+
+
+class DecodeState(enum.Enum):
+    """Where a room stands on a decode rank."""
+
+    RESOLVING = "resolving"  # the prefill is looked up and registered with
+    WAITING = "waiting"  # blocks are offered and their window is open
+    READY = "ready"
+    FAILED = "failed"
+
+
+class DecodeMove(enum.Enum):
+    """What can move it."""
+
+    JOINED = "joined"  # every prefill rank that we need has registered us
+    REPORTED = "reported"  # a status of an expected rank
+    LANDED = "landed"  # bytes of an expected rank
+    COMPLETED = "completed"  # every expected status and every expected byte
+    BROKEN = "broken"
+
+
+D, DM = DecodeState, DecodeMove
+
+DECODE_TABLE: Mapping[tuple[DecodeState, DecodeMove], DecodeState] = {
+    (D.RESOLVING, DM.JOINED): D.WAITING,
+    (D.RESOLVING, DM.BROKEN): D.FAILED,
+    (D.WAITING, DM.REPORTED): D.WAITING,
+    (D.WAITING, DM.LANDED): D.WAITING,
+    (D.WAITING, DM.COMPLETED): D.READY,
+    (D.WAITING, DM.BROKEN): D.FAILED,
+}
+
+State = TypeVar("State", bound=enum.Enum)
+Move = TypeVar("Move", bound=enum.Enum)
+
+
+def advance(table: Mapping[tuple[State, Move], State], state: State, move: Move) -> State:
+    """The next state, or LocalProtocolError that names the illegal move."""
+    try:
+        return table[state, move]
+    except KeyError:
+        raise LocalProtocolError(f"a room that is {state.value} cannot be {move.value}") from None
+
+
+Use: TypeAlias = tuple[str, Generation]
+"""One use of a room by one peer: the session (or rendezvous) and the generation."""
+
+
+@attrs.frozen
+class Tombstone:
+    """What is remembered of an ended room, so that a late message differs from an unknown one."""
+
+    cause: str | None  # None: it succeeded
+    told: frozenset[Use]
+    until: float
+
+
+@attrs.define
+class Graveyard:
+    """Ended rooms, for a limited time and in a limited number; the oldest go first."""
+
+    lifetime_s: float
+    capacity: int = 65536
+    _stones: dict[Room, Tombstone] = attrs.field(factory=dict, init=False)
+
+    def __len__(self) -> int:
+        return len(self._stones)
+
+    def bury(self, room: Room, cause: str | None, told: frozenset[Use], now: float) -> None:
+        self._stones.pop(room, None)
+        self._stones[room] = Tombstone(cause, told, now + self.lifetime_s)
+        while len(self._stones) > self.capacity:
+            del self._stones[next(iter(self._stones))]
+
+    def find(self, room: Room, now: float) -> Tombstone | None:
+        self.expire(now)
+        return self._stones.get(room)
+
+    def clear(self, room: Room) -> None:
+        self._stones.pop(room, None)
+
+    def expire(self, now: float) -> None:
+        while (until := self.earliest()) is not None and until <= now:
+            del self._stones[next(iter(self._stones))]
+
+    def earliest(self) -> float | None:
+        return next(iter(self._stones.values())).until if self._stones else None

@@ -1,0 +1,265 @@
+"""Decode ranks as a prefill rank knows them: connections, who owns a session, who is still alive.
+
+Who owns a session is whoever answers at its address: a native peer is bound only after the data
+connection to the session's address was greeted by the life that the peer's `hello` named.
+A peer without `hello` (a raw or legacy one) is bound at once, but never over another owner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypeAlias
+
+import attrs
+
+from pdplane.errors import LayoutMismatch, ProtocolError
+from pdplane.ids import Life, Room, SessionId
+from pdplane.kv.compat import compare_layouts
+from pdplane.kv.layout import Layout
+from pdplane.kv.routes import RankRoute, plan_route
+from pdplane.machine.actions import CloseData, OpenData, PrefillAction, Send
+from pdplane.machine.events import DataConnected, DataLost, RegistrationReceived, RegistrationRejected
+from pdplane.machine.settings import PrefillSettings
+from pdplane.machine.timers import Timers
+from pdplane.machine.turn import Turn
+from pdplane.messages import Fingerprint, Hello, Notice, Ping, Refused, Registered, Registration, Window
+
+PrefillTurn: TypeAlias = Turn[PrefillAction]
+
+_ABSENT = "absent"
+_MAX_WINDOWS = 64  # announced generations whose pre-allocation has not come yet, a peer
+
+
+def compare_fingerprints(ours: Fingerprint, theirs: Fingerprint, *, exact: bool) -> None:
+    """Raise LayoutMismatch for the first name that must agree and does not; under `exact` advisory ones must too."""
+    pairs = [(ours.required, theirs.required)]
+    if exact:
+        pairs.append((ours.advisory, theirs.advisory))
+    for mine, yours in pairs:
+        here, there = dict(mine), dict(yours)
+        for name in [*here, *(name for name in there if name not in here)]:
+            if here.get(name) != there.get(name):
+                raise LayoutMismatch(name, here.get(name, _ABSENT), there.get(name, _ABSENT))
+
+
+@attrs.define
+class Peer:
+    """One connection. `native` once it sent any notice: only such peers are sent notices."""
+
+    identity: bytes
+    heard: float
+    native: bool = False
+    hello: Hello | None = None
+    session: SessionId | None = None
+    windows: dict[Room, Window] = attrs.field(factory=dict)
+
+
+@attrs.define
+class Session:
+    """One decode rank's registered life. `life` is empty for a peer without `hello`."""
+
+    registration: Registration
+    identity: bytes
+    life: Life
+    layout: Layout
+    route: RankRoute
+    native: bool
+
+    @property
+    def id(self) -> SessionId:
+        return self.registration.session
+
+
+class Sessions:
+    """Every connection and session of one prefill rank."""
+
+    def __init__(
+        self, settings: PrefillSettings, layout: Layout, life: Life, fingerprint: Fingerprint, rejected: Counter[str]
+    ) -> None:
+        self._settings, self._layout, self._life, self._fingerprint = settings, layout, life, fingerprint
+        self._rejected = rejected
+        self._peers: dict[bytes, Peer] = {}
+        self._bound: dict[SessionId, Session] = {}
+        self._checking: dict[tuple[SessionId, Life], Session] = {}
+        self._timers: Timers[bytes] = Timers()
+
+    # ---- questions
+
+    def owner(self, identity: bytes, session: SessionId) -> Session | None:
+        """The session, if this connection is the one bound to it."""
+        found = self._bound.get(session)
+        return found if found is not None and found.identity == identity else None
+
+    def is_native(self, identity: bytes) -> bool:
+        peer = self._peers.get(identity)
+        return peer is not None and peer.native
+
+    def counts(self) -> dict[str, int]:
+        return {"peers": len(self._peers), "sessions": len(self._bound), "checking": len(self._checking)}
+
+    def earliest(self) -> float | None:
+        return self._timers.earliest()
+
+    # ---- what peers say
+
+    def hear(self, turn: PrefillTurn, identity: bytes, *, native: bool = False) -> Peer | None:
+        """The connection that spoke; None when there are too many to remember another."""
+        peer = self._peers.get(identity)
+        if peer is None:
+            if len(self._peers) >= self._settings.max_peers:
+                self._rejected["too_many_peers"] += 1
+                return None
+            peer = self._peers[identity] = Peer(identity, turn.now)
+        peer.native = peer.native or native
+        peer.heard = turn.now
+        if identity not in self._timers:
+            self._timers.set(identity, turn.now + self._patience(peer))
+        return peer
+
+    def hello(self, peer: Peer, hello: Hello) -> None:
+        peer.hello = hello
+
+    def announce(self, peer: Peer, window: Window) -> None:
+        peer.windows[window.room] = window
+        while len(peer.windows) > _MAX_WINDOWS:
+            del peer.windows[next(iter(peer.windows))]
+
+    def ping(self, turn: PrefillTurn, peer: Peer) -> None:
+        # A peer whose session we lost gets no answer: its silence rule makes it start over.
+        if peer.session is not None:
+            turn.add(Send(peer.identity, Ping(self._life)))
+
+    def tell_all(self, turn: PrefillTurn, notice: Notice) -> None:
+        for peer in self._peers.values():
+            if peer.native:
+                turn.add(Send(peer.identity, notice))
+
+    def register(self, turn: PrefillTurn, event: RegistrationReceived) -> list[Session]:
+        """Start or finish a registration; gives the sessions that it replaced."""
+        peer = self.hear(turn, event.identity)
+        known = self.owner(event.identity, event.registration.session)
+        if peer is None:
+            return []
+        if known is not None and known.registration == event.registration:
+            self._welcome(turn, known)
+            return []
+        session = self._candidate(turn, peer, event)
+        if session is None:
+            return []
+        if session.life:
+            peer.session = session.id
+            self._checking[session.id, session.life] = session
+            turn.add(OpenData(session.id, session.life))
+            return []
+        if session.id in self._bound and known is None:
+            self._refuse(turn, peer, session.id, "session", "owned by another peer", session.id)
+            return []
+        return self._bind(turn, session)
+
+    def reject(self, turn: PrefillTurn, event: RegistrationRejected) -> None:
+        peer = self.hear(turn, event.identity)
+        self._rejected["registration"] += 1
+        if peer is not None and peer.native and event.route is not None:
+            turn.add(Send(peer.identity, Refused(event.route.session, event.field, "valid", event.reason)))
+
+    def connected(self, turn: PrefillTurn, event: DataConnected) -> list[Session]:
+        """Whoever answers at the address owns the session; gives the sessions that it replaced."""
+        session = self._checking.pop((event.session, event.life), None)
+        if session is None:
+            return []  # a later push opened the connection again
+        peer = self._peers.get(session.identity)
+        if event.decode_life == session.life and peer is not None:
+            return self._bind(turn, session)
+        turn.add(CloseData(event.session, event.life))
+        if peer is not None:
+            self._refuse(turn, peer, session.id, "life", event.decode_life, session.life)
+        return []
+
+    def data_lost(self, turn: PrefillTurn, event: DataLost) -> None:
+        session = self._checking.pop((event.session, event.life), None)
+        peer = self._peers.get(session.identity) if session is not None else None
+        if session is not None and peer is not None:
+            self._refuse(turn, peer, session.id, "data address", "reachable", event.cause)
+
+    # ---- ends
+
+    def lose(self, turn: PrefillTurn, identity: bytes) -> list[Session]:
+        """Forget a connection and what it owns; gives the sessions that went with it."""
+        self._timers.drop(identity)
+        if self._peers.pop(identity, None) is None:
+            return []
+        for key in [key for key, session in self._checking.items() if session.identity == identity]:
+            del self._checking[key]
+            turn.add(CloseData(*key))
+        gone = [session for session in self._bound.values() if session.identity == identity]
+        for session in gone:
+            del self._bound[session.id]
+            turn.add(CloseData(session.id, session.life))
+        return gone
+
+    def silent(self, turn: PrefillTurn) -> list[Session]:
+        """Lose every connection that said nothing for too long."""
+        gone: list[Session] = []
+        for identity in list(self._timers.due(turn.now)):
+            peer = self._peers[identity]
+            until = peer.heard + self._patience(peer)
+            if until > turn.now:
+                self._timers.set(identity, until)
+            else:
+                gone += self.lose(turn, identity)
+        return gone
+
+    def _patience(self, peer: Peer) -> float:
+        settings = self._settings
+        return settings.ping_interval_s * settings.ping_misses if peer.hello else settings.idle_peer_s
+
+    # ---- one registration
+
+    def _candidate(self, turn: PrefillTurn, peer: Peer, event: RegistrationReceived) -> Session | None:
+        registration, hello = event.registration, peer.hello
+        try:
+            route = self._accept(registration, event.layout, hello)
+        except LayoutMismatch as wrong:
+            self._refuse(turn, peer, registration.session, wrong.field, wrong.ours, wrong.theirs)
+            return None
+        except ProtocolError as wrong:
+            ours = f"rank {self._settings.prefill_rank} of {self._settings.tp_size}"
+            self._refuse(turn, peer, registration.session, "tp rank", ours, str(wrong))
+            return None
+        life = hello.life if hello else Life("")
+        return Session(registration, event.identity, life, event.layout, route, peer.native)
+
+    def _accept(self, registration: Registration, layout: Layout, hello: Hello | None) -> RankRoute:
+        if hello is not None:
+            compare_fingerprints(self._fingerprint, hello.fingerprint, exact=self._settings.exact)
+        compare_layouts(self._layout, layout)
+        return plan_route(
+            self._layout,
+            layout,
+            prefill_tp=self._settings.tp_size,
+            prefill_rank=self._settings.prefill_rank,
+            decode_tp=registration.tp_size,
+            decode_rank=registration.tp_rank,
+        )
+
+    def _refuse(self, turn: PrefillTurn, peer: Peer, session: SessionId, field: str, ours: str, theirs: str) -> None:
+        self._rejected["registration"] += 1
+        peer.session = None
+        if peer.native:
+            turn.add(Send(peer.identity, Refused(session, field, ours, theirs)))
+
+    def _bind(self, turn: PrefillTurn, session: Session) -> list[Session]:
+        peer = self._peers[session.identity]
+        replaced = [old for old in self._bound.values() if old.id == session.id or old.identity == session.identity]
+        for old in replaced:
+            del self._bound[old.id]
+            if (old.id, old.life) != (session.id, session.life):
+                turn.add(CloseData(old.id, old.life))
+        peer.session = session.id
+        self._bound[session.id] = session
+        self._welcome(turn, session)
+        return replaced
+
+    def _welcome(self, turn: PrefillTurn, session: Session) -> None:
+        if session.native:
+            turn.add(Send(session.identity, Registered(session.id, self._life)))
