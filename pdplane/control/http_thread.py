@@ -1,0 +1,163 @@
+"""One thread with an asyncio loop for all HTTP of a process, servers and clients alike."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import aiohttp
+from aiohttp import web
+
+from pdplane.errors import ConfigError, InternalError, LocalProtocolError
+from pdplane.ids import Endpoint
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_GRACE_S = 0.25  # what running requests get to notice a closing server before they are cancelled
+_BACKLOG = 512
+
+
+class HttpThread:
+    """Runs aiohttp servers and clients on one thread of its own; everything else posts to it.
+
+    The constructor opens nothing. `close` is idempotent, bounded and joins.
+    """
+
+    def __init__(self, name: str = "pdplane-http") -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        # Owned by the loop's thread:
+        self._runners: list[web.AppRunner] = []
+        self._session: aiohttp.ClientSession | None = None
+
+    def start(self) -> None:
+        """Start the thread; harmless when it runs. Raises LocalProtocolError after `close`."""
+        with self._lock:
+            if self._closed:
+                raise LocalProtocolError(f"{self._name} was closed and cannot start again")
+            if self._thread is not None:
+                return
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_run, args=(self._loop, self._name), name=self._name)
+            self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """The thread runs and takes work."""
+        thread = self._thread
+        return thread is not None and thread.is_alive() and not self._closed
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop; any thread. Raises LocalProtocolError when the thread does not run."""
+        with self._lock:
+            if self._loop is None or self._closed:
+                coroutine.close()
+                raise LocalProtocolError(f"{self._name} is not running")
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def serve(self, app: web.Application, host: str, port: int) -> Endpoint:
+        """Serve an application and return where it listens; port 0 takes a free one. Blocks: not for the loop's thread.
+
+        A request whose client went away is cancelled. Raises ConfigError that names the address when it cannot bind.
+        """
+        return self.run(self._serve(app, host, port)).result()
+
+    def session(self) -> aiohttp.ClientSession:
+        """The one client session; for coroutines on this loop only."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=256, limit_per_host=64))
+        return self._session
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop listening, cancel what runs, join the thread."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
+            return
+        if first:
+            closing = asyncio.run_coroutine_threadsafe(self._shut_down(), loop)
+            closing.add_done_callback(lambda _done: loop.call_soon_threadsafe(loop.stop))
+        thread.join(timeout_s)
+        if thread.is_alive():
+            raise InternalError(f"{self._name} did not end within {timeout_s:g} s")
+
+    async def _serve(self, app: web.Application, host: str, port: int) -> Endpoint:
+        listener = await _listen(host, port)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_GRACE_S)
+        await runner.setup()
+        await web.SockSite(runner, listener, backlog=_BACKLOG).start()
+        self._runners.append(runner)
+        bound = listener.getsockname()
+        return Endpoint(bound[0], bound[1])
+
+    async def _shut_down(self) -> None:
+        runners, self._runners = self._runners, []
+        await asyncio.gather(*(runner.cleanup() for runner in runners))
+        if self._session is not None:
+            await self._session.close()
+
+
+def _run(loop: asyncio.AbstractEventLoop, name: str) -> None:
+    # An executor of our own: name look-ups may hang in the resolver, and closing must not wait for them.
+    executor = ThreadPoolExecutor(max_workers=4, thread_name_prefix=f"{name}-work")
+    loop.set_default_executor(executor)
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_end_tasks())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+async def _end_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        _done, pending = await asyncio.wait(tasks, timeout=1.0)
+        for task in pending:
+            logger.error("task %s did not end when it was cancelled", task.get_name())
+    await asyncio.sleep(0)  # transports that were just closed let go of their sockets in the next round
+
+
+async def _listen(host: str, port: int) -> socket.socket:
+    if not host:
+        raise ConfigError("an empty host would listen on every interface; name one")
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen on {host!r}: {error.strerror}") from error
+    family, kind, protocol, _name, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)  # here, so that the loser of a race for a port gets the same error as a latecomer
+        listener.settimeout(0)  # asyncio wants it non-blocking
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_bind_failure(host, port, error)) from error
+    return listener
+
+
+def _bind_failure(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is taken by another process"
+    return f"cannot listen on {Endpoint(host, port)}: {os.strerror(error.errno or 0)}"

@@ -1,0 +1,309 @@
+"""The client half of the rendezvous, on the HTTP thread: decode's look-ups and a prefill rank's own PUT.
+
+Nothing here runs on the reactor, and no answer of another machine is trusted before it is checked. The PUT is retried
+until it is heard and then repeated for ever: the repetition is the lease that `rank_table` speaks of, and it fills
+the table again after the rendezvous restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import attrs
+
+from pdplane.control.exchange import exchange, reason_in
+from pdplane.control.http_thread import HttpThread
+from pdplane.control.rank_table import MARKER, MAX_WORLD_SIZE, VERSION
+from pdplane.errors import LocalProtocolError, RendezvousError
+from pdplane.ids import Endpoint, Life, Rank, Room
+from pdplane.security import Secret
+
+logger = logging.getLogger(__name__)
+
+_NOT_YET = 503  # our own mark for "no ranks yet", whatever words the server used
+
+
+@attrs.frozen
+class RankAddress:
+    """Where one prefill rank of the room's group listens; a legacy rank has no `router_port` and no `life`."""
+
+    prefill_rank: Rank
+    host: str
+    port: int
+    router_port: int | None = None
+    life: Life | None = None
+
+
+@attrs.frozen
+class PrefillFound:
+    """A prefill instance as its rendezvous describes it; `tp_size` counts the ranks of one group."""
+
+    bootstrap: Endpoint
+    tp_size: int
+    dp_size: int
+    dp_group: int
+    layout: bytes
+    ranks: tuple[RankAddress, ...]
+
+
+@attrs.frozen
+class PrefillNotFound:
+    """No usable answer; `cause` names the address and the last reason."""
+
+    bootstrap: Endpoint
+    cause: str
+
+
+@attrs.frozen
+class LookUpOptions:
+    """How long a look-up tries.
+
+    `deadline_s` bounds the whole of it, while the rendezvous answers that ranks are missing. An address where nobody
+    answers at all is given up after `unreachable_s`, so that a client hears of a dead prefill soon.
+    """
+
+    deadline_s: float = 120.0
+    unreachable_s: float = 1.5
+    connect_timeout_s: float = 2.0
+    request_timeout_s: float = 5.0
+    first_pause_s: float = 0.05
+    longest_pause_s: float = 1.0
+
+
+class LookUp:
+    """Asks rendezvous servers for a room's prefill ranks. Each one is fresh: a restarted prefill is seen at once."""
+
+    def __init__(self, http: HttpThread, options: LookUpOptions | None = None, secret: Secret | None = None) -> None:
+        self._http = http
+        self._options = options or LookUpOptions()
+        self._secret = secret
+
+    def find(self, bootstrap: Endpoint, room: Room, done: Callable[[PrefillFound | PrefillNotFound], None]) -> None:
+        """Look up, and call `done` exactly once (on the HTTP thread, or here when that is closed); never blocks."""
+
+        def ended(search: Future[PrefillFound | PrefillNotFound]) -> None:
+            if search.cancelled():
+                done(PrefillNotFound(bootstrap, f"the look-up at {bootstrap} was stopped"))
+                return
+            failure = search.exception()
+            done(search.result() if failure is None else PrefillNotFound(bootstrap, f"look-up broke: {failure!r}"))
+
+        try:
+            search = self._http.run(self._search(bootstrap, room))
+        except LocalProtocolError as error:
+            done(PrefillNotFound(bootstrap, f"no look-up at {bootstrap}: {error}"))
+            return
+        search.add_done_callback(ended)
+
+    async def _search(self, bootstrap: Endpoint, room: Room) -> PrefillFound | PrefillNotFound:
+        options, began, pause = self._options, time.monotonic(), self._options.first_pause_s
+        while True:
+            try:
+                return await self._ask(bootstrap, room)
+            except RendezvousError as error:
+                patience_s = options.unreachable_s if error.status == 0 else options.deadline_s
+                left_s = began + patience_s - time.monotonic()
+                if left_s <= 0 or not _is_worth_asking_again(error.status):
+                    return PrefillNotFound(bootstrap, str(error))
+            await asyncio.sleep(min(pause, left_s))
+            pause = min(2 * pause, options.longest_pause_s)
+
+    async def _ask(self, bootstrap: Endpoint, room: Room) -> PrefillFound:
+        sync = await self._get(bootstrap, -1, -1)
+        if sync.get("cache_layout") is None:
+            raise RendezvousError(bootstrap.url("http"), _NOT_YET, "no prefill rank has registered yet")
+        answer = _Answer(bootstrap, sync)
+        world_size = answer.number("prefill_tp_size", 1, MAX_WORLD_SIZE)
+        dp_size = answer.number("prefill_dp_size", 1, world_size)
+        if world_size % dp_size:
+            raise answer.wrong(f"world size {world_size} is no multiple of dp size {dp_size}")
+        layout = answer.text("cache_layout")
+        if not layout.isascii():
+            raise answer.wrong("cache_layout is not ASCII")
+        tp_size, dp_group = world_size // dp_size, room % dp_size
+        ranks = await asyncio.gather(*(self._rank(bootstrap, dp_group, rank) for rank in range(tp_size)))
+        return PrefillFound(bootstrap, tp_size, dp_size, dp_group, layout.encode("ascii"), tuple(ranks))
+
+    async def _rank(self, bootstrap: Endpoint, dp_group: int, tp_rank: int) -> RankAddress:
+        answer = _Answer(bootstrap, await self._get(bootstrap, tp_rank, dp_group))
+        host, port = answer.text("rank_ip"), answer.number("rank_port", 1, 65535)
+        if answer.body.get(MARKER) is None:
+            return RankAddress(Rank(tp_rank), host, port)
+        answer.number(MARKER, VERSION, VERSION)
+        router_port = answer.number("router_port", 1, 65535)
+        return RankAddress(Rank(tp_rank), host, port, router_port, Life(answer.text("prefill_life")))
+
+    async def _get(self, bootstrap: Endpoint, tp_rank: int, dp_group: int) -> Mapping[str, Any]:
+        query = f"engine_rank={tp_rank}&target_dp_group={dp_group}"
+        url = f"{bootstrap.url('http')}/route?{query}"
+        options = self._options
+        status, text = await exchange(
+            self._http, "GET", url, self._secret, options.connect_timeout_s, options.request_timeout_s
+        )
+        if status != 200:
+            # Only the question for one rank may be answered 404 by a server that is a rendezvous.
+            raise RendezvousError(url, _NOT_YET if status == 404 and tp_rank >= 0 else status, reason_in(text))
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RendezvousError(url, status, "the answer is not JSON") from error
+        if not isinstance(body, dict):
+            raise RendezvousError(url, status, "the answer is not a JSON object")
+        return body
+
+
+@attrs.frozen
+class _Answer:
+    """A rendezvous answer whose fields are checked as they are read."""
+
+    bootstrap: Endpoint
+    body: Mapping[str, Any]
+
+    def wrong(self, reason: str) -> RendezvousError:
+        return RendezvousError(self.bootstrap.url("http"), 200, reason)
+
+    def text(self, key: str) -> str:
+        value = self.body.get(key)
+        if not isinstance(value, str) or not value:
+            raise self.wrong(f"{key} is missing or no text")
+        return value
+
+    def number(self, key: str, low: int, high: int) -> int:
+        value = self.body.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.wrong(f"{key} is missing or outside {low}..{high}")
+        return value
+
+
+def _is_worth_asking_again(status: int) -> bool:
+    return status in (0, 408, 425, 429) or status >= 500
+
+
+@attrs.frozen
+class Announcement:
+    """What a prefill rank publishes of itself; `world_rank` counts over all groups."""
+
+    world_rank: int
+    world_size: int
+    dp_size: int
+    host: str
+    port: int
+    router_port: int
+    life: Life
+    layout: bytes
+
+    def body(self) -> str:
+        """The PUT's JSON, legacy fields first."""
+        return json.dumps(
+            {
+                "role": "Prefill",
+                "world_size": self.world_size,
+                "dp_size": self.dp_size,
+                "rank_ip": self.host,
+                "rank_port": self.port,
+                "engine_rank": self.world_rank,
+                "cache_layout": self.layout.decode("ascii"),
+                MARKER: VERSION,
+                "router_port": self.router_port,
+                "prefill_life": self.life,
+            }
+        )
+
+
+@attrs.frozen
+class AnnouncerOptions:
+    """`repeat_s` must stay well under the rendezvous' lease of 15 s."""
+
+    repeat_s: float = 5.0
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 2.0
+    connect_timeout_s: float = 2.0
+    request_timeout_s: float = 5.0
+
+
+class Announcer:
+    """Keeps one rank registered. `ready` is set by the first accepted PUT and stays set.
+
+    `trouble` is the reason of the last refused or failed PUT, None while all is well. `on_ready` is called once, on
+    the HTTP thread.
+    """
+
+    def __init__(
+        self,
+        http: HttpThread,
+        rendezvous: Endpoint,
+        announcement: Announcement,
+        *,
+        secret: Secret | None = None,
+        on_ready: Callable[[], None] | None = None,
+        options: AnnouncerOptions | None = None,
+    ) -> None:
+        self.ready = threading.Event()
+        self.trouble: str | None = None
+        self._http = http
+        self._url = f"{rendezvous.url('http')}/route"
+        self._announcement = announcement
+        self._secret = secret
+        self._on_ready = on_ready
+        self._options = options or AnnouncerOptions()
+        self._running: Future[None] | None = None
+
+    def start(self) -> None:
+        """Begin to announce; returns at once."""
+        if self._running is None:
+            self._running = self._http.run(self._announce())
+
+    def stop(self) -> None:
+        """Announce no more; idempotent, returns at once."""
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _announce(self) -> None:
+        options = self._options
+        pause = options.first_pause_s
+        while True:
+            try:
+                await self._put()
+            except RendezvousError as error:
+                self._note(error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, options.longest_pause_s)
+            else:
+                self._accepted()
+                pause = options.first_pause_s
+                await asyncio.sleep(options.repeat_s)
+
+    async def _put(self) -> None:
+        options = self._options
+        status, text = await exchange(
+            self._http,
+            "PUT",
+            self._url,
+            self._secret,
+            options.connect_timeout_s,
+            options.request_timeout_s,
+            body=self._announcement.body(),
+        )
+        if status != 200:
+            raise RendezvousError(self._url, status, reason_in(text))
+
+    def _note(self, error: RendezvousError) -> None:
+        if self.trouble is None:  # an edge; the state stays readable in `trouble`
+            logger.warning("prefill rank %d is not registered: %s", self._announcement.world_rank, error)
+        self.trouble = str(error)
+
+    def _accepted(self) -> None:
+        if self.trouble is not None or not self.ready.is_set():
+            logger.info("prefill rank %d is registered at %s", self._announcement.world_rank, self._url)
+        self.trouble = None
+        if not self.ready.is_set():
+            self.ready.set()
+            if self._on_ready is not None:
+                self._on_ready()

@@ -1,0 +1,261 @@
+"""What serving sees of a node, and what a node needs of an engine and its tokenizer.
+
+Nothing here knows MLX, sockets or HTTP. The two daemons of `node` and the plain-Python nodes of the serving tests
+implement the first half; the MLX engine and `pdplane.testing.toy_engine` implement the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol
+
+import attrs
+
+from pdplane.ids import Endpoint, GroupId, Room
+from pdplane.kv.arena import Arena
+from pdplane.kv.layout import Layout
+
+FinishReason = Literal["stop", "length"]
+
+
+# What serving sees of a node ------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class FirstToken:
+    """The token that prefill computed from the prompt's last position; `logprob` is natural."""
+
+    token: int
+    logprob: float
+
+
+@attrs.frozen
+class Token:
+    """One token of the answer and its natural logprob."""
+
+    id: int
+    logprob: float
+
+
+@attrs.frozen
+class Finished:
+    """How a decode leg ended. `timings` are in the unit of their names; serving passes them on as they are.
+
+    Names that serving also turns into metrics: `bootstrap_ms`, `alloc_ms`, `transfer_ms`, `transfer_mb`,
+    `transfer_gb_s`.
+    """
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    timings: Mapping[str, float] = attrs.Factory(dict)
+
+
+@attrs.frozen
+class PrefillRequest:
+    """Prefill's leg of one room."""
+
+    room: Room
+    tokens: tuple[int, ...]
+
+
+@attrs.frozen
+class DecodeRequest:
+    """Decode's leg of one room; `prefill` is the address of prefill's rendezvous."""
+
+    room: Room
+    tokens: tuple[int, ...]
+    prefill: Endpoint
+    max_tokens: int
+    ignore_eos: bool = False
+    stop_ids: frozenset[int] = frozenset()
+
+
+class PrefillHandle(Protocol):
+    """A running prefill leg."""
+
+    @property
+    def done(self) -> Future[FirstToken]:
+        """Ends when the room has ended here.
+
+        Errors: RoomFailed, PoolExhausted, ConfigError (a bad request), LocalProtocolError (the room is live).
+        """
+
+    def cancel(self, cause: str) -> None:
+        """End the leg; returns at once, harmless after the end, any thread."""
+
+
+class DecodeHandle(Protocol):
+    """A running decode leg."""
+
+    @property
+    def done(self) -> Future[Finished]:
+        """Ends after the last call of `on_token`; errors as for prefill."""
+
+    def cancel(self, cause: str) -> None:
+        """End the leg; returns at once, harmless after the end, any thread."""
+
+
+class Node(Protocol):
+    """What both daemons tell of themselves.
+
+    Keys of `info` that serving relies on, all optional: `model_path`, `tokenizer_path`, `served_model_name`,
+    `context_length`, `vocab_size`, `max_running_requests`, `tp_size`, `dp_size`, `bootstrap_host`,
+    `bootstrap_port`. Whatever else stands there is shown by /server_info.
+    """
+
+    @property
+    def ready(self) -> bool:
+        """Requests can be served: started, registered, not draining, and no thread of ours has died."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's tokenizer."""
+
+    def info(self) -> dict[str, Any]:
+        """Addresses and sizes, JSON-able."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Every count, JSON-able; nested dictionaries of numbers."""
+
+    def start(self) -> None:
+        """Bind, start the threads and come up; raises ConfigError."""
+
+    def close(self) -> None:
+        """Drain, end every room, join every thread; idempotent and bounded."""
+
+
+class PrefillNode(Node, Protocol):
+    """The prefill daemon."""
+
+    def prefill(self, request: PrefillRequest) -> PrefillHandle:
+        """Begin a prefill leg; never blocks."""
+
+
+class DecodeNode(Node, Protocol):
+    """The decode daemon."""
+
+    def decode(self, request: DecodeRequest, on_token: Callable[[Token], None]) -> DecodeHandle:
+        """Begin a decode leg; never blocks. `on_token` is called in order from one thread at a time."""
+
+
+# What a node needs of an engine ---------------------------------------------------------------------------------
+
+
+class Detokenizer(Protocol):
+    """Tokens of one sequence to text, piece by piece."""
+
+    def add(self, token: int) -> str:
+        """The text that is final with this token; empty in the middle of a character."""
+
+    def finish(self) -> str:
+        """What was still held back."""
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back; usable from any thread."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids with the model's own special tokens."""
+
+    def apply_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation with the prompt for the next answer; ConfigError without a template."""
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh one for one sequence."""
+
+
+class EngineJob(Protocol):
+    """Work on the engine's thread; `future` ends after its last turn, cancelled jobs with CancelledError."""
+
+    @property
+    def future(self) -> Future[Any]:
+        """The job's result or exception."""
+
+    def cancel(self) -> None:
+        """End at the next turn; any thread, harmless after the end."""
+
+
+class EngineFirstToken(Protocol):
+    """What a prefill job's future gives."""
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def logprob(self) -> float: ...
+
+
+class EngineToken(Protocol):
+    """What a decode job reports for each token, the first one included."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def logprob(self) -> float: ...
+
+
+@attrs.frozen
+class EngineDecodeRequest:
+    """A sequence whose prompt's KV lies in the arena; `blocks` are in slot order for each group."""
+
+    prompt: tuple[int, ...]
+    blocks: Mapping[GroupId, Sequence[int]]
+    first_token: int
+    first_logprob: float
+    max_tokens: int
+    stop_ids: frozenset[int]
+
+
+class Engine(Protocol):
+    """What both roles' engines have in common. `layout`, `arena` and the rest are known after `start`."""
+
+    @property
+    def layout(self) -> Layout:
+        """The cache layout of this rank."""
+
+    @property
+    def arena(self) -> Arena:
+        """The one buffer that the layout describes."""
+
+    @property
+    def fingerprint(self) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+        """(required, advisory) pairs of name and text, as `pdplane.messages.Fingerprint` takes them."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Usable from any thread."""
+
+    def start(self) -> None:
+        """Load the model and make the arena; blocks; raises ConfigError."""
+
+    def close(self) -> None:
+        """End every job and join the engine's thread; idempotent."""
+
+
+class PrefillEngine(Engine, Protocol):
+    """Computes a prompt's KV into blocks of its arena."""
+
+    def prefill(
+        self, tokens: Sequence[int], blocks: Mapping[GroupId, Sequence[int]], on_step: Callable[[range], None]
+    ) -> EngineJob:
+        """Begin a prompt. `on_step` names layout steps whose pages are complete; the future gives the first token."""
+
+
+class DecodeEngine(Engine, Protocol):
+    """Continues from a prompt's KV in its arena."""
+
+    def decode(
+        self, request: EngineDecodeRequest, on_token: Callable[[EngineToken], None], on_assembled: Callable[[], None]
+    ) -> EngineJob:
+        """Begin a sequence.
+
+        `on_assembled` says that the blocks were copied out and may be freed. The future gives the finish reason.
+        """
