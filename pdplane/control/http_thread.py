@@ -106,8 +106,11 @@ class HttpThread:
     async def _shut_down(self) -> None:
         runners, self._runners = self._runners, []
         await asyncio.gather(*(runner.cleanup() for runner in runners))
+        await _end_tasks()  # before the session: a request that is cancelled gives its connection back
         if self._session is not None:
             await self._session.close()
+        for _round in range(3):  # closed transports let go of their sockets in the loop's next rounds
+            await asyncio.sleep(0)
 
 
 def _run(loop: asyncio.AbstractEventLoop, name: str) -> None:
@@ -117,7 +120,6 @@ def _run(loop: asyncio.AbstractEventLoop, name: str) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
-        loop.run_until_complete(_end_tasks())
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
@@ -133,7 +135,6 @@ async def _end_tasks() -> None:
         _done, pending = await asyncio.wait(tasks, timeout=1.0)
         for task in pending:
             logger.error("task %s did not end when it was cancelled", task.get_name())
-    await asyncio.sleep(0)  # transports that were just closed let go of their sockets in the next round
 
 
 async def _listen(host: str, port: int) -> socket.socket:

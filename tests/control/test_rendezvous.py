@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +10,11 @@ import pytest
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.rank_table import LEASE_S
 from pdplane.control.rendezvous import rendezvous_app
-from pdplane.ids import Endpoint, Life, new_life
+from pdplane.ids import Endpoint, new_life
 from pdplane.security import Secret
+from tests.control.registrations import CASES, native, other_layout, registration
 from tests.http_client import Answer, ask
 
-VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "bootstrap_http.json").read_text())
-LAYOUT: str = json.loads(VECTORS[1]["input"][0]["body"])["cache_layout"]
 SYNC = "/route?engine_rank=-1&target_dp_group=-1"
 
 # Where we answer otherwise than the legacy server, by (case, step): our status and the reason.
@@ -76,23 +73,6 @@ def server(http: HttpThread, clock: Clock) -> Endpoint:
     return http.serve(rendezvous_app(clock=clock), "127.0.0.1", 0)
 
 
-def registration(**changes: object) -> dict[str, Any]:
-    body = {"role": "Prefill", "world_size": 1, "dp_size": 1, "rank_ip": "127.0.0.1", "rank_port": 7000}
-    return body | {"engine_rank": 0, "cache_layout": LAYOUT} | changes
-
-
-def native(life: Life, **changes: object) -> dict[str, Any]:
-    return registration(pdplane=1, prefill_life=life, router_port=7100, **changes)
-
-
-def other_layout() -> str:
-    return (
-        LAYOUT.replace('"num_lcm_blocks":7', '"num_lcm_blocks":3')
-        .replace('"page_count":8', '"page_count":4')
-        .replace('"arena_offset_bytes":768', '"arena_offset_bytes":384')
-    )
-
-
 def refused(answer: Answer, status: int, *words: str) -> None:
     assert answer.status == status, answer.body
     error = answer.json["error"]
@@ -100,7 +80,7 @@ def refused(answer: Answer, status: int, *words: str) -> None:
     assert all(word in error["message"] for word in words), error["message"]
 
 
-@pytest.mark.parametrize("case", VECTORS, ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_answers_as_the_legacy_server(server: Endpoint, case: dict[str, Any]) -> None:
     for step, (request, expected) in enumerate(zip(case["input"], case["expected"], strict=True)):
         answer = ask(server, request["method"], request["path"], request.get("body"))
@@ -113,7 +93,7 @@ def test_answers_as_the_legacy_server(server: Endpoint, case: dict[str, Any]) ->
 
 
 def test_every_stricter_answer_belongs_to_a_recorded_step() -> None:
-    steps = {(case["name"], step): row for case in VECTORS for step, row in enumerate(case["expected"])}
+    steps = {(case["name"], step): row for case in CASES for step, row in enumerate(case["expected"])}
     for key, (status, reason) in STRICTER.items():
         assert steps[key]["status"] != status, (key, reason)
 
