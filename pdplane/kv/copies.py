@@ -90,9 +90,14 @@ def window_runs(layout: Layout, manifest: Manifest) -> tuple[U64, U64]:
             starts.append(layout.page_offsets(field.field_id, ids))
             lengths.append(np.full(len(ids), field.payload_bytes, np.uint64))
     start, length = np.concatenate(starts), np.concatenate(lengths)
+    if not len(start):
+        return start, length
     order = np.argsort(start, kind="stable")
-    runs = _merged(start[order], start[order], length[order])
-    return runs.destination, runs.length
+    start, end = start[order], np.maximum.accumulate(start[order] + length[order])
+    # Groups of a careless peer may offer the same bytes twice, so runs are united rather than joined.
+    first = np.concatenate(([True], start[1:] > end[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    return start[first], end[last] - start[first]
 
 
 def _ids(blocks: Sequence[int], layout: Layout | None = None, group_id: GroupId | None = None) -> U64:

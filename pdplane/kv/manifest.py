@@ -85,10 +85,10 @@ def manifest_from_tables(
 
 
 def validate_manifest(manifest: Manifest, layout: Layout) -> None:
-    """Raise WireError unless the manifest is a whole, unambiguous offer of decode's blocks in decode's layout.
+    """Raise WireError unless the manifest is a whole offer of decode's blocks in decode's layout.
 
-    Beyond the legacy receiver's checks: types, negative lengths, duplicate blocks, and blocks of two groups that
-    are the same bytes.
+    Beyond the legacy receiver's checks: types, negative lengths and duplicate blocks. That two groups' blocks are
+    not the same bytes is decode's own affair: legacy ones were seen to offer such manifests.
     """
     _check_window(manifest, layout)
     if [group.group_id for group in manifest.groups] != [spec.group_id for spec in layout.group_specs]:
@@ -99,7 +99,6 @@ def validate_manifest(manifest: Manifest, layout: Layout) -> None:
         if len(group.block_ids) != wanted:
             raise WireError(path, f"{path} has {len(group.block_ids)} blocks where the window takes {wanted}")
         _check_ids(group.block_ids, layout.group(group.group_id).page_count, path)
-    _check_aliases(manifest, layout)
 
 
 def _check_window(manifest: Manifest, layout: Layout) -> None:
@@ -128,20 +127,6 @@ def _check_ids(block_ids: tuple[int, ...], page_count: int, path: str) -> None:
         raise WireError(path, f"{path} holds an id outside 1..{page_count - 1}")
     if len(set(block_ids)) != len(block_ids):
         raise WireError(path, f"{path} holds a block twice")
-
-
-def _check_aliases(manifest: Manifest, layout: Layout) -> None:
-    """Groups that share a plane must not share a parent of it: the allocator gives a parent to one group."""
-    parents: dict[GroupId, set[int]] = {}
-    for group in manifest.groups:
-        packs = layout.group(group.group_id).cache_blocks_per_lcm_block
-        parents[group.group_id] = {(block - 1) // packs for block in group.block_ids}
-    claimed: dict[tuple[str, int], GroupId] = {}
-    for group_id, plane_id in sorted({(field.group_id, field.plane_id) for field in layout.fields}):
-        for parent in parents[group_id]:
-            if claimed.setdefault((plane_id, parent), group_id) != group_id:
-                path = f"manifest.groups[{group_id!r}].block_ids"
-                raise WireError(path, f"{path} shares memory with group {claimed[plane_id, parent]!r}")
 
 
 def _length(slots: range) -> int:

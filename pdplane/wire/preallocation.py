@@ -36,7 +36,9 @@ def preallocation_route(frames: Sequence[bytes]) -> tuple[Room, SessionId]:
     if room is None:
         raise WireError("room", "CachePD room must be canonical unsigned ASCII")
     session = ascii_text(frames[1])
-    if session is None or not 1 <= len(session) <= MAX_SESSION:
+    if session is None:
+        raise WireError("session", "CachePD session must be ASCII")
+    if not 1 <= len(session) <= MAX_SESSION:
         raise WireError("session", "CachePD request requires a Decode session")
     return Room(room), SessionId(session)
 

@@ -100,6 +100,5 @@ def decode_registration(frames: Sequence[bytes]) -> Registration:
 
 
 def session_port(session: str) -> int | None:
-    """The number after the session's last colon, u64 without a cap at 65535; None if there is none."""
-    _, colon, port = session.rpartition(":")
-    return u64(port.encode("utf-8", "replace")) if colon else None
+    """The number after the session's last colon, or the whole text without one: u64, no cap at 65535, else None."""
+    return u64(session.rpartition(":")[2].encode("utf-8", "replace"))
