@@ -262,12 +262,11 @@ def _slices(shape: _Shape, prefill_tp: int, prefill_rank: int, decode_tp: int, d
     destination_stride = shape.destination[partition.axis] * inner
     found = []
     for source_at, destination_at, width in _overlaps(shape, partition, source_shard, destination_shard):
-        row_bytes, row_count = width * inner, rows
+        row_bytes, offsets = width * inner, (source_at * inner, destination_at * inner)
         if rows > 1 and source_stride == destination_stride == row_bytes:
-            row_bytes, row_count = rows * row_bytes, 1
-        found.append(
-            _Slice(source_at * inner, destination_at * inner, source_stride, destination_stride, row_bytes, row_count)
-        )
+            found.append(_Slice(*offsets, *[rows * row_bytes] * 3, 1))  # the rows touch on both sides
+        else:
+            found.append(_Slice(*offsets, source_stride, destination_stride, row_bytes, rows))
     return tuple(found)
 
 
