@@ -1,0 +1,133 @@
+"""One shared secret, and everything that is derived from it.
+
+A secret turns on CURVE for the native control sockets, the mutual challenge of the data greeting
+and the bearer token of the rendezvous. Each use has its own key, HMAC-SHA256(secret, label), so
+that none of them gives away another. Nothing here logs, prints or pickles the secret, and every
+comparison takes the same time whatever the bytes are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+from typing import Self
+
+from pdplane.errors import ConfigError
+
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 4096
+
+_BEARER = "Bearer "
+_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+_P = 2**255 - 19
+_A24 = 121665
+
+
+class Secret:
+    """The bytes that both roles share; at least 16 of them, since a listener can try guesses offline."""
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, secret: bytes) -> None:
+        if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+            raise ConfigError(
+                f"a secret has {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes, this one has {len(secret)}"
+            )
+        self._secret = bytes(secret)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read the secret of a file; white space at both ends does not count. Raises ConfigError."""
+        try:
+            with Path(path).open("rb") as file:
+                content = file.read(MAX_SECRET_BYTES + 256)
+        except OSError as error:
+            raise ConfigError(f"cannot read the secret file {path}: {error.strerror}") from error
+        try:
+            return cls(content.strip())
+        except ConfigError as error:
+            raise ConfigError(f"secret file {path}: {error.reason}") from None
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("a secret is not pickled")
+
+    def answer(self, role: str, *parts: bytes) -> bytes:
+        """The proof (32 bytes) that `role` knows the secret, over the parts of a conversation.
+
+        Lengths are part of what is hashed, so that no other cut of the same bytes has the same proof.
+        """
+        mac = hmac.new(self._derive(f"data greeting {role}"), digestmod=hashlib.sha256)
+        for part in parts:
+            mac.update(len(part).to_bytes(8, "little"))
+            mac.update(part)
+        return mac.digest()
+
+    def check_answer(self, proof: bytes, role: str, *parts: bytes) -> bool:
+        """Whether `proof` is the answer of `role` over these parts."""
+        return hmac.compare_digest(proof, self.answer(role, *parts))
+
+    def bearer(self) -> str:
+        """The token that the rendezvous asks for, 64 hex digits."""
+        return self._derive("rendezvous bearer").hex()
+
+    def check_bearer(self, text: str | None) -> bool:
+        """Whether `text`, a token or a whole `Authorization` header, carries our token."""
+        if text is None:
+            return False
+        token = text[len(_BEARER) :].strip() if text[: len(_BEARER)].lower() == _BEARER.lower() else text
+        return hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self.bearer().encode())
+
+    def curve_keys(self) -> tuple[bytes, bytes]:
+        """The CURVE key pair that every native socket uses, (public, secret), each as 40 bytes of Z85.
+
+        Both roles have the same pair: who knows the secret may connect and may listen. The public key is
+        computed here (RFC 7748), because libzmq belongs to `pdplane.control`.
+        """
+        private = self._derive("curve")
+        return z85(x25519(private, (9).to_bytes(32, "little"))), z85(private)
+
+    def _derive(self, purpose: str) -> bytes:
+        return hmac.digest(self._secret, f"pdplane/1 {purpose}".encode(), hashlib.sha256)
+
+
+def z85(data: bytes) -> bytes:
+    """Z85 (ZeroMQ RFC 32) of bytes whose count divides by 4."""
+    text = []
+    for start in range(0, len(data), 4):
+        value = int.from_bytes(data[start : start + 4], "big")
+        text += [_Z85[value // 85**power % 85] for power in (4, 3, 2, 1, 0)]
+    return "".join(text).encode()
+
+
+def x25519(scalar: bytes, point: bytes) -> bytes:
+    """Scalar multiplication on Curve25519 (RFC 7748, section 5); runs once at start, not per message."""
+    clamped = int.from_bytes(scalar, "little") & ~(7 | 1 << 255) | 1 << 254
+    base = int.from_bytes(point, "little") & (1 << 255) - 1
+    x2, z2, x3, z3, swapped = 1, 0, base, 1, 0
+    for position in range(254, -1, -1):
+        bit = clamped >> position & 1
+        if swapped != bit:
+            x2, x3, z2, z3 = x3, x2, z3, z2
+        swapped = bit
+        x2, z2, x3, z3 = _ladder_step(x2, z2, x3, z3, base)
+    if swapped:
+        x2, z2 = x3, z3
+    return (x2 * pow(z2, _P - 2, _P) % _P).to_bytes(32, "little")
+
+
+def _ladder_step(x2: int, z2: int, x3: int, z3: int, base: int) -> tuple[int, int, int, int]:
+    """Double the first point and add the two: one step of the Montgomery ladder."""
+    total, difference = x2 + z2, x2 - z2
+    squared_total, squared_difference = total * total % _P, difference * difference % _P
+    gap = squared_total - squared_difference
+    crossed, straight = (x3 - z3) * total, (x3 + z3) * difference
+    return (
+        squared_total * squared_difference % _P,
+        gap * (squared_total + _A24 * gap) % _P,
+        (crossed + straight) ** 2 % _P,
+        base * (crossed - straight) ** 2 % _P,
+    )

@@ -1,0 +1,284 @@
+"""Who may write where in the arena, and the promise that a closed room stays untouched.
+
+Decode opens a window for each room: the runs of the arena that its manifest covers, one generation, and
+the writers it expects. Receivers ask `Fence.admit` for each segment and get a `Grant`, or the reason of
+the refusal. Everything that can store into the arena then goes through `Grant.store`, which holds the
+window's lock shared for that one bounded call. `Fence.close` takes the same lock exclusively: no call
+begins once it was asked for, and it returns when the last running one has ended. So after `close` nothing
+lands any more and the blocks may be reused, while other windows never notice.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TypeAlias, TypeVar
+
+import attrs
+import numpy as np
+
+from pdplane.errors import LocalProtocolError
+from pdplane.ids import Generation, Life, Rank, Room
+from pdplane.kv.arena import Arena
+from pdplane.kv.copies import U64
+
+T = TypeVar("T")
+
+MAX_SEGMENTS = 65_536
+"""Segments counted for one rank in one window; 2 GiB in the smallest useful segments are 1,024."""
+
+
+class Refusal(enum.Enum):
+    """Why a write was refused; the value is its number on the wire."""
+
+    CLOSED = 1
+    GENERATION = 2
+    WRITER = 3
+    BOUNDS = 4
+
+
+@attrs.frozen
+class Writer:
+    """A prefill rank in one life, as its greeting named it."""
+
+    prefill_rank: Rank
+    life: Life
+
+
+@attrs.frozen(eq=False)
+class Write:
+    """One segment's claim: which runs of the arena, for which room; `segment` counts once for each rank."""
+
+    writer: Writer
+    room: Room
+    generation: Generation
+    segment: int
+    offsets: U64
+    lengths: U64
+    nbytes: int
+
+
+@attrs.frozen
+class FenceSnapshot:
+    """Counts since the start, but for `open_windows`."""
+
+    open_windows: int
+    refused_closed: int
+    refused_generation: int
+    refused_writer: int
+    refused_bounds: int
+
+
+@attrs.define
+class _Progress:
+    """What one rank has landed in a window: whole segments, by number."""
+
+    segments: dict[int, int] = attrs.Factory(dict)
+    nbytes: int = 0
+
+
+class _Window:
+    """One room's runs. `_gate` guards the fields; a running store is counted, not locked out."""
+
+    def __init__(self, generation: Generation, starts: U64, ends: U64, writers: Mapping[Rank, Life] | None) -> None:
+        self.generation = generation
+        self._starts, self._ends = starts, ends
+        self._nbytes = int((ends - starts).sum())
+        self._writers = None if writers is None else dict(writers)
+        self._gate = threading.Condition()
+        self._open = True
+        self._storing = 0
+        self._progress: dict[Rank, _Progress] = {}
+
+    def refusal(self, write: Write) -> Refusal | None:
+        if write.generation != self.generation:
+            return Refusal.GENERATION
+        if not self._open:
+            return Refusal.CLOSED
+        writer = write.writer
+        if self._writers is not None and self._writers.get(writer.prefill_rank) != writer.life:
+            return Refusal.WRITER
+        if not self._covers(write.offsets, write.lengths) or not self._countable(write):
+            return Refusal.BOUNDS
+        return None
+
+    def store(self, call: Callable[[], T]) -> T | None:
+        with self._gate:
+            if not self._open:
+                return None
+            self._storing += 1
+        try:
+            return call()
+        finally:
+            with self._gate:
+                self._storing -= 1
+                if not self._storing:
+                    self._gate.notify_all()
+
+    def finish(self, write: Write) -> int | None:
+        with self._gate:
+            if not self._open:
+                return None
+            progress = self._progress.setdefault(write.writer.prefill_rank, _Progress())
+            if write.nbytes and write.segment not in progress.segments:
+                progress.segments[write.segment] = write.nbytes
+                progress.nbytes += write.nbytes
+            return progress.nbytes
+
+    def shut(self) -> bool:
+        with self._gate:
+            was_open, self._open = self._open, False
+            self._gate.wait_for(lambda: not self._storing)
+            return was_open
+
+    def landed(self) -> dict[Rank, int]:
+        with self._gate:
+            return {rank: progress.nbytes for rank, progress in self._progress.items()}
+
+    def repeats(self, write: Write) -> bool:
+        with self._gate:
+            progress = self._progress.get(write.writer.prefill_rank)
+            return progress is not None and write.segment in progress.segments
+
+    def _covers(self, offsets: U64, lengths: U64) -> bool:
+        """Every run lies whole inside one run of the window; sums that wrap around lie nowhere."""
+        if not len(offsets):
+            return True
+        if not len(self._starts) or not lengths.all():
+            return False
+        ends = offsets + lengths
+        if (ends < offsets).any():
+            return False
+        after = np.searchsorted(self._starts, offsets, side="right")
+        return bool(after.all()) and bool((ends <= self._ends[after - 1]).all())
+
+    def _countable(self, write: Write) -> bool:
+        """A rank lands no more than the window holds, and a repeated segment is the same size as before."""
+        with self._gate:
+            progress = self._progress.get(write.writer.prefill_rank)
+            if progress is None:
+                return write.nbytes <= self._nbytes
+            known = progress.segments.get(write.segment)
+            if known is not None:
+                return known == write.nbytes
+            return len(progress.segments) < MAX_SEGMENTS and progress.nbytes + write.nbytes <= self._nbytes
+
+
+class Grant:
+    """Leave to land one segment, for as long as the window stays open."""
+
+    def __init__(self, fence: Fence, window: _Window, write: Write) -> None:
+        self._fence, self._window, self._write = fence, window, write
+
+    @property
+    def repeated(self) -> bool:
+        """Whether this rank landed the segment before (a re-push after a cut): its bytes need not land again."""
+        return self._window.repeats(self._write)
+
+    def store(self, call: Callable[[], T]) -> T | None:
+        """Run a short call that stores into the arena and return its result; None, and no call, once closed."""
+        return self._window.store(call)
+
+    def finish(self) -> int | None:
+        """Count the whole segment and return all that the rank has landed; None once the window is closed."""
+        landed = self._window.finish(self._write)
+        if landed is None:
+            self._fence.count(Refusal.CLOSED)
+        return landed
+
+
+Admission: TypeAlias = Grant | Refusal
+
+
+class Fence:
+    """The windows of one arena. Every method may be called from any thread."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._lock = threading.Lock()
+        self._windows: dict[Room, _Window] = {}
+        self._refused: Counter[Refusal] = Counter()
+
+    def open(
+        self, room: Room, generation: Generation, offsets: U64, lengths: U64, writers: Mapping[Rank, Life] | None
+    ) -> None:
+        """Let `writers` (prefill rank -> life; None: whoever greets) write the runs of a room.
+
+        Runs may come in any order. Raises LocalProtocolError when the room is open already or a run
+        is empty or leaves the arena.
+        """
+        starts, ends = _merged(offsets, lengths, self.arena.nbytes)
+        window = _Window(generation, starts, ends, writers)
+        with self._lock:
+            if room in self._windows:
+                raise LocalProtocolError(f"room {room} has an open window already")
+            self._windows[room] = window
+
+    def close(self, room: Room, generation: Generation) -> bool:
+        """Return when nothing of this room and generation can land any more; True if this call closed it.
+
+        Waits for a running store only, which its caller keeps short. Closing twice is allowed, and
+        the second caller gets the same promise.
+        """
+        with self._lock:
+            window = self._windows.get(room)
+        if window is None or window.generation != generation:
+            return False
+        closed = window.shut()
+        with self._lock:
+            if self._windows.get(room) is window:
+                del self._windows[room]
+        return closed
+
+    def admit(self, write: Write) -> Admission:
+        """A grant for the segment, or the reason of its refusal, which is counted."""
+        with self._lock:
+            window = self._windows.get(write.room)
+        refusal = Refusal.CLOSED if window is None else window.refusal(write)
+        if window is None or refusal is not None:
+            refused = refusal or Refusal.CLOSED
+            self.count(refused)
+            return refused
+        return Grant(self, window, write)
+
+    def count(self, refusal: Refusal) -> None:
+        """Count one refused segment."""
+        with self._lock:
+            self._refused[refusal] += 1
+
+    def landed(self, room: Room, generation: Generation) -> dict[Rank, int]:
+        """Bytes in whole segments by prefill rank; empty when the window is not open."""
+        with self._lock:
+            window = self._windows.get(room)
+        return window.landed() if window is not None and window.generation == generation else {}
+
+    def snapshot(self) -> FenceSnapshot:
+        """All counts at one moment."""
+        with self._lock:
+            return FenceSnapshot(
+                open_windows=len(self._windows),
+                refused_closed=self._refused[Refusal.CLOSED],
+                refused_generation=self._refused[Refusal.GENERATION],
+                refused_writer=self._refused[Refusal.WRITER],
+                refused_bounds=self._refused[Refusal.BOUNDS],
+            )
+
+
+def _merged(offsets: U64, lengths: U64, nbytes: int) -> tuple[U64, U64]:
+    """Sorted starts and ends of the runs' union; raises LocalProtocolError for a run outside `nbytes`."""
+    offsets, lengths = np.asarray(offsets, np.uint64), np.asarray(lengths, np.uint64)
+    size = np.uint64(nbytes)
+    if len(offsets) != len(lengths) or not lengths.all():
+        raise LocalProtocolError("a window has one length above zero for each offset")
+    if (lengths > size).any() or (offsets > size - lengths).any():
+        raise LocalProtocolError(f"a window's run leaves the arena of {nbytes} bytes")
+    if not len(offsets):
+        return offsets, offsets
+    order = np.argsort(offsets, kind="stable")
+    starts = offsets[order]
+    ends = np.maximum.accumulate(starts + lengths[order])
+    first = np.concatenate(([True], starts[1:] > ends[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    return starts[first], ends[last]

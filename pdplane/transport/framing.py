@@ -1,0 +1,174 @@
+"""Segments and acknowledgements as bytes, without any input or output.
+
+Every frame starts with 64 bytes, little-endian:
+
+    magic "PDP1" | u8 version 1 | u8 kind | u16 flags | u32 count | u32 crc (0) | u64 session number |
+    u64 room | u64 generation | u64 segment | u64 nbytes | 8 bytes 0
+
+`SEGMENT` (prefill to decode): then `count` u64 offsets into the receiver's arena, `count` u64 lengths, and
+`nbytes` bytes, which are the runs one after another. The flag LAST asks for the push's one acknowledgement.
+A push without bytes is one LAST segment of count 0.
+`ACK` (decode to prefill): the segment number of the LAST segment, `count` is the status (0 landed, else a
+`Refusal`), `nbytes` the push's bytes that are in the arena.
+`ABANDON` (prefill to decode): the push ends here, unfinished, and gets no acknowledgement.
+
+A segment number is `push << 32 | index`: the same push cut the same way has the same numbers, so that
+whole segments of a repeated push count once.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+
+from pdplane.errors import WireError
+from pdplane.ids import MAX_ROOM, Generation, Room
+from pdplane.kv.copies import U64, Copies
+from pdplane.transport.iovec import pieces
+
+MAGIC = b"PDP1"
+VERSION = 1
+HEADER_BYTES = 64
+MAX_SEGMENT_BYTES = 64 << 20
+MAX_RUNS = 16_384
+MAX_PUSH = 2**32 - 1
+MAX_STATUS = 4
+
+_HEADER = struct.Struct("<4sBBHIIQQQQQ8s")
+_LAST = 1
+_ZERO = bytes(8)
+_TABLE = np.dtype("<u8")
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    SEGMENT = 1
+    ACK = 2
+    ABANDON = 3
+
+
+@attrs.frozen
+class Header:
+    """The first 64 bytes of a frame; `count` is the number of runs, in an ACK the status."""
+
+    kind: Kind
+    session_number: int
+    room: Room
+    generation: Generation
+    segment: int
+    count: int = 0
+    nbytes: int = 0
+    last: bool = False
+
+    @property
+    def push(self) -> int:
+        return self.segment >> 32
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the two tables that follow the header."""
+        return 2 * _TABLE.itemsize * self.count if self.kind is Kind.SEGMENT else 0
+
+
+def segment_number(push: int, index: int) -> int:
+    """The number of a push's segment."""
+    return push << 32 | index
+
+
+def encode_header(header: Header) -> bytes:
+    """The 64 bytes of a header."""
+    return _HEADER.pack(
+        MAGIC,
+        VERSION,
+        header.kind,
+        _LAST if header.last else 0,
+        header.count,
+        0,
+        header.session_number,
+        header.room,
+        header.generation,
+        header.segment,
+        header.nbytes,
+        _ZERO,
+    )
+
+
+def encode_segment(header: Header, offsets: U64, lengths: U64) -> bytes:
+    """Header and tables; the bytes of the runs follow."""
+    tables = np.concatenate((offsets, lengths)).astype(_TABLE, copy=False)
+    return encode_header(header) + tables.tobytes()
+
+
+def decode_header(data: bytes | bytearray, session_number: int, kinds: tuple[Kind, ...] = tuple(Kind)) -> Header:
+    """Read 64 bytes; raises WireError for anything but a frame of these kinds and this connection."""
+    if len(data) != HEADER_BYTES:
+        raise WireError("header", f"a header has {HEADER_BYTES} bytes, not {len(data)}")
+    magic, version, kind, flags, count, crc, number, room, generation, segment, nbytes, rest = _HEADER.unpack(data)
+    _expect("magic", magic == MAGIC, magic)
+    _expect("version", version == VERSION, version)
+    _expect("kind", kind in kinds, kind)
+    _expect("flags", flags in (0, _LAST), flags)
+    _expect("crc", crc == 0 and rest == _ZERO, crc)
+    _expect("session number", number == session_number, number)
+    _expect("room", room <= MAX_ROOM, room)
+    header = Header(Kind(kind), number, room, generation, segment, count, nbytes, flags == _LAST)
+    _check_counts(header)
+    return header
+
+
+def _check_counts(header: Header) -> None:
+    if header.kind is Kind.SEGMENT:
+        _expect("count", header.count <= MAX_RUNS, header.count)
+        _expect("nbytes", header.count <= header.nbytes <= MAX_SEGMENT_BYTES, header.nbytes)
+        _expect("count", bool(header.count) or (header.last and not header.nbytes), header.count)
+    elif header.kind is Kind.ACK:
+        _expect("status", header.count <= MAX_STATUS, header.count)
+        _expect("flags", header.last, 0)
+    else:
+        _expect("nbytes", not header.count and not header.nbytes and not header.last, header.nbytes)
+
+
+def decode_tables(header: Header, tables: U64) -> tuple[U64, U64]:
+    """Offsets and lengths of a segment from its `2 * count` numbers; raises WireError when they contradict it."""
+    if len(tables) != 2 * header.count:
+        raise WireError("tables", f"{len(tables)} numbers for {header.count} runs")
+    offsets, lengths = tables[: header.count], tables[header.count :]
+    if header.count:
+        _expect("length", bool(lengths.all()), 0)
+        longest = int(lengths.max())  # also keeps the sum below 2**64
+        _expect("length", longest <= MAX_SEGMENT_BYTES, longest)
+        total = int(lengths.sum())
+        _expect("nbytes", total == header.nbytes, f"{header.nbytes}, the lengths' sum is {total}")
+    return offsets, lengths
+
+
+def _expect(field: str, holds: bool, value: object) -> None:  # noqa: FBT001 - the condition itself is the argument
+    if not holds:
+        raise WireError(field, f"a frame's {field} is {value!r}")
+
+
+def segments(copies: Copies, max_bytes: int, max_runs: int = MAX_RUNS) -> Iterator[Copies]:
+    """Cut copies into segments of at most so many bytes and runs, always the same way; empty copies give one."""
+    copies = _with_short_runs(copies, max_bytes)
+    ends = np.cumsum(copies.length)
+    count = len(ends)
+    start, done = 0, 0
+    while start < count or not count:
+        stop = min(int(np.searchsorted(ends, done + max_bytes, side="right")), start + max_runs, count)
+        part = slice(start, stop)
+        yield Copies(copies.source[part], copies.destination[part], copies.length[part])
+        if stop == count:
+            return
+        start, done = stop, int(ends[stop - 1])
+
+
+def _with_short_runs(copies: Copies, max_bytes: int) -> Copies:
+    if not len(copies.length) or int(copies.length.max()) <= max_bytes:
+        return copies
+    rows, offsets, lengths = pieces(copies.length, max_bytes)
+    return Copies(copies.source[rows] + offsets, copies.destination[rows] + offsets, lengths)

@@ -1,0 +1,229 @@
+"""The greeting of a data connection, without any input or output.
+
+    sender                                          receiver
+    HELLO session, decode life, rank, life, nonce -->
+                                                  <-- WELCOME decode life, nonce, proof   (or REFUSED reason)
+    PROOF proof                                   -->
+                                                  <-- ACCEPTED session number, boot id, uid, Unix path
+
+Each message is `"PDPG" | u8 version 1 | u8 kind | u16 length` and texts, each `u16 length | UTF-8`, all
+little-endian and at most 2 KiB long. With a secret on both sides each proves to the other that it knows
+it, over both nonces and all that was said; without one the proofs are empty; a secret on one side only is
+refused. An empty decode life in HELLO means: whoever answers there. The last three fields of ACCEPTED say
+which shorter ways exist on one host.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import secrets
+import struct
+from pathlib import Path
+
+import attrs
+
+from pdplane.errors import WireError
+from pdplane.ids import Life, Rank, SessionId
+from pdplane.security import Secret
+from pdplane.transport.fence import Writer
+
+PREFIX_BYTES = 8
+MAX_BODY_BYTES = 2048
+MAX_TEXT_BYTES = 512
+_MAGIC = b"PDPG"
+_VERSION = 1
+_PREFIX = struct.Struct("<4sBBH")
+_LENGTH = struct.Struct("<H")
+_NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,19})\Z")
+_NONCE = re.compile(r"[0-9a-f]{64}\Z")
+_PROOF = re.compile(r"(?:[0-9a-f]{64})?\Z")
+_MAX_RANK = 2**31 - 1
+
+
+class GreetingKind(enum.IntEnum):
+    """What a greeting message is."""
+
+    HELLO = 1
+    WELCOME = 2
+    PROOF = 3
+    ACCEPTED = 4
+    REFUSED = 5
+
+
+_FIELDS = {
+    GreetingKind.HELLO: 6,
+    GreetingKind.WELCOME: 3,
+    GreetingKind.PROOF: 1,
+    GreetingKind.ACCEPTED: 4,
+    GreetingKind.REFUSED: 1,
+}
+
+
+@attrs.frozen
+class Accepted:
+    """A receiver's last word: the number that segments carry, and what it offers on the same host."""
+
+    session_number: int
+    decode_life: Life
+    boot_id: str
+    uid: str
+    unix_path: str
+
+
+def encode(kind: GreetingKind, *texts: str) -> bytes:
+    """One greeting message; texts beyond 512 bytes are cut."""
+    body = b""
+    for text in texts:
+        data = text.encode("utf-8", "replace")[:MAX_TEXT_BYTES]
+        body += _LENGTH.pack(len(data)) + data
+    return _PREFIX.pack(_MAGIC, _VERSION, kind, len(body)) + body
+
+
+def decode_prefix(data: bytes | bytearray) -> tuple[GreetingKind, int]:
+    """Kind and body length from the first 8 bytes; raises WireError."""
+    magic, version, kind, length = _PREFIX.unpack(data)
+    if magic != _MAGIC:
+        raise WireError("magic", "not a pdplane data connection")
+    if version != _VERSION:
+        raise WireError("version", f"data greeting version {version} is not spoken here")
+    if kind not in _FIELDS or length > MAX_BODY_BYTES:
+        raise WireError("greeting", f"no greeting has kind {kind} and {length} bytes")
+    return GreetingKind(kind), length
+
+
+def decode_body(kind: GreetingKind, body: bytes | bytearray) -> tuple[str, ...]:
+    """The texts of a greeting message; raises WireError."""
+    texts, at = [], 0
+    while at < len(body):
+        if at + _LENGTH.size > len(body):
+            raise WireError("greeting", "a text of the greeting is cut short")
+        (length,) = _LENGTH.unpack_from(body, at)
+        at += _LENGTH.size
+        data = bytes(body[at : at + length])
+        at += length
+        if length > MAX_TEXT_BYTES or at > len(body):
+            raise WireError("greeting", "a text of the greeting is cut short or too long")
+        texts.append(_text(data))
+    if len(texts) != _FIELDS[kind]:
+        raise WireError("greeting", f"{kind.name} has {_FIELDS[kind]} texts, not {len(texts)}")
+    return tuple(texts)
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise WireError("greeting", "a text of the greeting is no UTF-8") from None
+
+
+class SenderGreeting:
+    """The sender's half: each method takes the peer's message and gives the next of ours."""
+
+    def __init__(
+        self, session: SessionId, writer: Writer, secret: Secret | None, decode_life: Life | None = None
+    ) -> None:
+        """`decode_life` None accepts whoever answers at the session's address."""
+        self._secret = secret
+        self._expected = decode_life
+        self._hello = encode(
+            GreetingKind.HELLO,
+            session,
+            decode_life or "",
+            str(writer.prefill_rank),
+            writer.life,
+            secrets.token_hex(32),
+            "1" if secret else "0",
+        )
+        self._decode_life = Life("")
+
+    def hello(self) -> bytes:
+        return self._hello
+
+    def welcome(self, kind: GreetingKind, texts: tuple[str, ...]) -> bytes:
+        """Check the receiver's proof and give ours; raises WireError when it refuses or cannot be trusted."""
+        life, nonce, proof = _expected(kind, GreetingKind.WELCOME, texts)
+        _match(_NONCE, nonce, "nonce")
+        _match(_PROOF, proof, "proof")
+        if self._expected is not None and life != self._expected:
+            raise WireError("decode life", f"another decode answers there: life {life!r}")
+        self._decode_life = Life(life)
+        if self._secret is None:
+            return encode(GreetingKind.PROOF, "")
+        said = (self._hello, life.encode(), nonce.encode())
+        if not self._secret.check_answer(bytes.fromhex(proof), "receiver", *said):
+            raise WireError("proof", "the receiver does not know our secret")
+        return encode(GreetingKind.PROOF, self._secret.answer("sender", *said).hex())
+
+    def accepted(self, kind: GreetingKind, texts: tuple[str, ...]) -> Accepted:
+        """The end of the greeting; raises WireError when the receiver refuses."""
+        number, boot_id, uid, unix_path = _expected(kind, GreetingKind.ACCEPTED, texts)
+        value = _number(number, "session number", 2**64 - 1)
+        return Accepted(value, self._decode_life, boot_id, uid, unix_path)
+
+
+class ReceiverGreeting:
+    """The receiver's half; a WireError's reason is what the peer may be told."""
+
+    def __init__(self, session: SessionId, decode_life: Life, secret: Secret | None) -> None:
+        self._session, self._decode_life, self._secret = session, decode_life, secret
+        self._said: tuple[bytes, ...] = ()
+        self.writer = Writer(Rank(0), Life(""))
+
+    def hello(self, kind: GreetingKind, texts: tuple[str, ...]) -> bytes:
+        """Check who speaks and give our proof; raises WireError."""
+        session, decode_life, rank, life, nonce, knows = _expected(kind, GreetingKind.HELLO, texts)
+        if session != self._session:
+            raise WireError("session", f"session {session!r} is not served here")
+        if decode_life not in ("", self._decode_life):
+            raise WireError("decode life", f"decode life {decode_life!r} is over")
+        if not life:
+            raise WireError("life", "a prefill life is not empty")
+        if (knows == "1") != (self._secret is not None):
+            raise WireError("secret", "one side has a secret and the other has none")
+        _match(_NONCE, nonce, "nonce")
+        self.writer = Writer(Rank(_number(rank, "rank", _MAX_RANK)), Life(life))
+        own_nonce = secrets.token_hex(32)
+        self._said = (encode(kind, *texts), self._decode_life.encode(), own_nonce.encode())
+        proof = self._secret.answer("receiver", *self._said).hex() if self._secret else ""
+        return encode(GreetingKind.WELCOME, self._decode_life, own_nonce, proof)
+
+    def proof(self, kind: GreetingKind, texts: tuple[str, ...]) -> None:
+        """Check the sender's proof; raises WireError."""
+        (proof,) = _expected(kind, GreetingKind.PROOF, texts)
+        _match(_PROOF, proof, "proof")
+        if self._secret and not self._secret.check_answer(bytes.fromhex(proof), "sender", *self._said):
+            raise WireError("proof", "the sender does not know our secret")
+
+    def accepted(self, session_number: int, unix_path: str = "") -> bytes:
+        """Our last word."""
+        return encode(GreetingKind.ACCEPTED, str(session_number), boot_id(), str(os.getuid()), unix_path)
+
+
+def boot_id() -> str:
+    """Names this boot of this kernel on Linux; empty elsewhere, where no shorter way needs it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _expected(kind: GreetingKind, wanted: GreetingKind, texts: tuple[str, ...]) -> tuple[str, ...]:
+    if kind is GreetingKind.REFUSED:
+        raise WireError("refused", f"the receiver refused: {texts[0]}")
+    if kind is not wanted:
+        raise WireError("greeting", f"{wanted.name} was expected, not {kind.name}")
+    return texts
+
+
+def _match(pattern: re.Pattern[str], text: str, field: str) -> None:
+    if not pattern.match(text):
+        raise WireError(field, f"the greeting's {field} is not well formed")
+
+
+def _number(text: str, field: str, maximum: int) -> int:
+    _match(_NUMBER, text, field)
+    if int(text) > maximum:
+        raise WireError(field, f"the greeting's {field} is above {maximum}")
+    return int(text)

@@ -1,0 +1,132 @@
+"""Pushes on their way: the queue of one sender, which forgets no push and ends each of them once."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TypeAlias
+
+import attrs
+import numpy as np
+
+from pdplane.errors import LocalProtocolError
+from pdplane.ids import Generation, Room
+from pdplane.kv.copies import Copies
+from pdplane.transport.framing import MAX_PUSH
+
+Key: TypeAlias = tuple[Room, Generation, int]
+
+
+@attrs.frozen(eq=False)
+class Push:
+    """Bytes of a room to write into the receiver's arena.
+
+    `push` numbers the pushes of a room, 0 to 2**32-1. To repeat one after a cut, submit it again under the
+    same number with the same copies: what had landed of it counts once.
+    """
+
+    room: Room
+    generation: Generation
+    push: int
+    copies: Copies
+
+    @property
+    def key(self) -> Key:
+        return self.room, self.generation, self.push
+
+
+@attrs.define(eq=False)
+class Job:
+    """A submitted push; `refusal` is set when it may not be sent, `cancelled` while it is being sent."""
+
+    push: Push
+    nbytes: int
+    refusal: str | None = None
+    cancelled: bool = False
+
+
+class Outbox:
+    """Pushes in the order of their submission. Every method may be called from any thread."""
+
+    def __init__(self, max_queued: int) -> None:
+        self._changed = threading.Condition()
+        self._max_queued = max_queued
+        self._queued: deque[Job] = deque()
+        self._pending: dict[Key, Job] = {}
+        self._closed = False
+
+    def submit(self, push: Push) -> bool:
+        """Queue a push; False when the outbox is closed. A push beyond the bound is queued as refused."""
+        job = Job(push, push.copies.nbytes)
+        with self._changed:
+            if self._closed:
+                return False
+            if push.key in self._pending:
+                raise LocalProtocolError(f"push {push.push} of room {push.room} is under way already")
+            if len(self._queued) >= self._max_queued:
+                job = Job(_without_bytes(push), job.nbytes, refusal="too many pushes are queued")
+            self._pending[push.key] = job
+            self._queued.append(job)
+            self._changed.notify()
+        return True
+
+    def cancel(self, room: Room, generation: Generation) -> None:
+        """Mark a room's pushes that are queued or being sent; those sent whole wait for their acknowledgement."""
+        with self._changed:
+            for job in self._pending.values():
+                if job.push.room == room and job.push.generation == generation:
+                    job.cancelled = True
+
+    def take(self) -> Job | None:
+        """The next push to send."""
+        with self._changed:
+            return self._queued.popleft() if self._queued else None
+
+    def take_cancelled(self) -> list[Job]:
+        """Queued pushes that were cancelled, out of the queue."""
+        with self._changed:
+            cancelled = [job for job in self._queued if job.cancelled]
+            if cancelled:
+                self._queued = deque(job for job in self._queued if not job.cancelled)
+            return cancelled
+
+    def finish(self, key: Key) -> Job | None:
+        """End a push: the job the first time, None ever after."""
+        with self._changed:
+            return self._pending.pop(key, None)
+
+    def finish_all(self) -> list[Job]:
+        """End every push, in the order of submission."""
+        with self._changed:
+            jobs = list(self._pending.values())
+            self._pending.clear()
+            self._queued.clear()
+            return jobs
+
+    def wait(self) -> bool:
+        """Wait until a push is pending (True) or the outbox is closed (False)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or bool(self._pending))
+            return not self._closed
+
+    def close(self) -> None:
+        """Accept no more pushes."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+
+def _without_bytes(push: Push) -> Push:
+    nothing = np.empty(0, np.uint64)
+    return attrs.evolve(push, copies=Copies(nothing, nothing, nothing))
+
+
+def check_push(push: Push, arena_nbytes: int) -> None:
+    """Raise LocalProtocolError unless every run has a length and lies whole inside the source arena."""
+    if not 0 <= push.push <= MAX_PUSH:
+        raise LocalProtocolError(f"push number {push.push} is not a u32")
+    copies, size = push.copies, np.uint64(arena_nbytes)
+    if not len(copies.source) == len(copies.destination) == len(copies.length):
+        raise LocalProtocolError("the arrays of copies differ in length")
+    if not copies.length.all() or (copies.length > size).any() or (copies.source > size - copies.length).any():
+        raise LocalProtocolError(f"a run of push {push.push} is empty or leaves the arena of {arena_nbytes} bytes")

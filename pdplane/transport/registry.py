@@ -1,0 +1,117 @@
+"""Transports by URL scheme, and what every one of them offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import attrs
+
+from pdplane.errors import ConfigError
+from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
+from pdplane.kv.arena import Arena
+from pdplane.security import Secret
+from pdplane.transport.fence import Fence, Writer
+from pdplane.transport.greeting import SenderGreeting
+from pdplane.transport.loopback import LoopbackLine, LoopbackReceiver
+from pdplane.transport.options import TransportOptions
+from pdplane.transport.pushes import Push
+from pdplane.transport.receiver import ReceiverSnapshot
+from pdplane.transport.reports import OnReport
+from pdplane.transport.sender import Line, PushSender
+from pdplane.transport.stream import StreamLine
+from pdplane.transport.stream_receiver import StreamReceiver
+
+
+class Sender(Protocol):
+    """Pushes bytes of our arena into one session's arena over one connection, on one thread of its own."""
+
+    def start(self) -> None:
+        """Connect; ends in `Connected` or `ConnectFailed`."""
+
+    def submit(self, push: Push) -> None:
+        """Queue a push; never blocks. It ends in one `Pushed` or `PushFailed`. Raises LocalProtocolError."""
+
+    def cancel(self, room: Room, generation: Generation) -> None:
+        """End the room's pushes at the next segment border; those sent whole still await their answer."""
+
+    def close(self) -> None:
+        """Fail what is left and join the thread; bounded, idempotent."""
+
+
+class Receiver(Protocol):
+    """Lets writers into the arena through its fence."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where it listens; the port is the real one after `start`."""
+
+    @property
+    def session(self) -> SessionId:
+        """The session that greetings must name; known after `start`."""
+
+    def start(self, advertise_host: str | None = None) -> SessionId:
+        """Listen. Raises ConfigError naming the address."""
+
+    def snapshot(self) -> ReceiverSnapshot:
+        """Counts of connections and refusals."""
+
+    def close(self) -> None:
+        """Nothing lands afterwards, every thread is joined and the port is free; idempotent."""
+
+
+@attrs.frozen
+class Transport:
+    """How one scheme makes its two ends."""
+
+    line: Callable[[Endpoint, SenderGreeting, Arena, TransportOptions], Line]
+    receiver: Callable[[Endpoint, SessionId | None, Life, Fence, Secret | None, OnReport, TransportOptions], Receiver]
+
+
+TRANSPORTS: dict[str, Transport] = {
+    "tcp": Transport(StreamLine, StreamReceiver),
+    "loopback": Transport(LoopbackLine, LoopbackReceiver),
+}
+
+
+def open_sender(
+    scheme: str,
+    *,
+    peer: Endpoint,
+    session: SessionId,
+    prefill_rank: Rank,
+    prefill_life: Life,
+    arena: Arena,
+    report: OnReport,
+    secret: Secret | None = None,
+    decode_life: Life | None = None,
+    options: TransportOptions | None = None,
+) -> Sender:
+    """A sender that is not started yet; `decode_life` None takes whoever answers. Raises ConfigError."""
+    settings = options or TransportOptions()
+    greeting = SenderGreeting(session, Writer(prefill_rank, prefill_life), secret, decode_life)
+    line = _transport(scheme).line(peer, greeting, arena, settings)
+    return PushSender(line, session, arena, report, settings)
+
+
+def open_receiver(
+    scheme: str,
+    *,
+    listen: Endpoint,
+    decode_life: Life,
+    fence: Fence,
+    report: OnReport,
+    session: SessionId | None = None,
+    secret: Secret | None = None,
+    options: TransportOptions | None = None,
+) -> Receiver:
+    """A receiver that is not started yet; `session` None makes it from the advertised address. Raises ConfigError."""
+    settings = options or TransportOptions()
+    return _transport(scheme).receiver(listen, session, decode_life, fence, secret, report, settings)
+
+
+def _transport(scheme: str) -> Transport:
+    try:
+        return TRANSPORTS[scheme]
+    except KeyError:
+        raise ConfigError(f"no transport {scheme!r}; there are {', '.join(sorted(TRANSPORTS))}") from None
