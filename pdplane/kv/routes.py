@@ -264,7 +264,8 @@ def _slices(shape: _Shape, prefill_tp: int, prefill_rank: int, decode_tp: int, d
     for source_at, destination_at, width in _overlaps(shape, partition, source_shard, destination_shard):
         row_bytes, offsets = width * inner, (source_at * inner, destination_at * inner)
         if rows > 1 and source_stride == destination_stride == row_bytes:
-            found.append(_Slice(*offsets, *[rows * row_bytes] * 3, 1))  # the rows touch on both sides
+            whole = rows * row_bytes  # the rows touch on both sides
+            found.append(_Slice(*offsets, whole, whole, whole, 1))
         else:
             found.append(_Slice(*offsets, source_stride, destination_stride, row_bytes, rows))
     return tuple(found)
