@@ -57,7 +57,7 @@ def slot_counts(layout: Layout, prefix_len: int, prompt_len: int) -> dict[GroupI
 
 def blocks_needed(layout: Layout, prompt_len: int, prefix_len: int = 0) -> dict[GroupId, int]:
     """How many blocks of each group hold a prompt's tokens from `prefix_len` on; what `Pool.allocate` takes."""
-    return {spec.group_id: _length(logical_slots(spec, prefix_len, prompt_len)) for spec in layout.group_specs}
+    return slot_counts(layout, prefix_len, prompt_len)
 
 
 def build_manifest(

@@ -5,7 +5,6 @@ The expectation is made from the global tensors by slicing; no planner takes par
 
 from __future__ import annotations
 
-
 import numpy as np
 import numpy.typing as npt
 import pytest
