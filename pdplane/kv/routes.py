@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import TypeAlias
 
 import attrs
 
@@ -19,6 +20,9 @@ from pdplane.kv.compat import compare_layouts
 from pdplane.kv.layout import Field, Layout, Partition
 
 MAX_TP = 1024
+
+_Cut: TypeAlias = tuple[int, int] | None
+"""Shards on prefill and on decode; None when every rank holds the whole. It alone decides who feeds whom."""
 
 
 @attrs.frozen
@@ -73,6 +77,13 @@ class _Shape:
     destination: tuple[int, ...]
     element_bytes: int
     partition: Partition | None
+
+    @property
+    def cut(self) -> _Cut:
+        if self.partition is None:
+            return None
+        extent, axis = self.partition.global_extent, self.partition.axis
+        return extent // self.source[axis], extent // self.destination[axis]
 
 
 @attrs.frozen
@@ -145,7 +156,7 @@ def expected_prefill_ranks(
     """The prefill ranks that send to `decode_rank`, ascending: those whose Success it waits for."""
     _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
     _check_rank(decode_rank, decode_tp, "decode_rank")
-    return _feeders(_distinct(prefill_layout, decode_layout), prefill_tp, decode_tp, decode_rank)
+    return _feeders(_cuts(prefill_layout, decode_layout), prefill_tp, decode_tp, decode_rank)
 
 
 def decode_ranks_served(
@@ -153,17 +164,15 @@ def decode_ranks_served(
 ) -> tuple[Rank, ...]:
     """The decode ranks that `prefill_rank` sends to, ascending."""
     _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
-    shapes = _distinct(prefill_layout, decode_layout)
-    return tuple(
-        Rank(rank) for rank in range(decode_tp) if prefill_rank in _feeders(shapes, prefill_tp, decode_tp, rank)
-    )
+    cuts = _cuts(prefill_layout, decode_layout)
+    return tuple(Rank(rank) for rank in range(decode_tp) if prefill_rank in _feeders(cuts, prefill_tp, decode_tp, rank))
 
 
 def dummy_ranks(prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, decode_tp: int) -> tuple[Rank, ...]:
     """The prefill ranks that send to nobody, ascending; only decode rank 0 contacts them."""
     _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
-    shapes = _distinct(prefill_layout, decode_layout)
-    busy = {rank for decode_rank in range(decode_tp) for rank in _feeders(shapes, prefill_tp, decode_tp, decode_rank)}
+    cuts = _cuts(prefill_layout, decode_layout)
+    busy = {rank for decode_rank in range(decode_tp) for rank in _feeders(cuts, prefill_tp, decode_tp, decode_rank)}
     return tuple(Rank(rank) for rank in range(prefill_tp) if rank not in busy)
 
 
@@ -218,27 +227,25 @@ def _shapes(prefill_layout: Layout, decode_layout: Layout) -> Iterator[tuple[Fie
             yield field, _Shape(field.shape, destination, field.element_bytes, partition)
 
 
-def _distinct(prefill_layout: Layout, decode_layout: Layout) -> frozenset[_Shape]:
-    return frozenset(shape for _, shape in _shapes(prefill_layout, decode_layout))
+def _cuts(prefill_layout: Layout, decode_layout: Layout) -> frozenset[_Cut]:
+    return frozenset(shape.cut for _, shape in _shapes(prefill_layout, decode_layout))
 
 
 @lru_cache(maxsize=4096)
-def _feeders(shapes: frozenset[_Shape], prefill_tp: int, decode_tp: int, decode_rank: int) -> tuple[Rank, ...]:
+def _feeders(cuts: frozenset[_Cut], prefill_tp: int, decode_tp: int, decode_rank: int) -> tuple[Rank, ...]:
     if prefill_tp == decode_tp:
         return (Rank(decode_rank),)
     found: set[int] = set()
-    for shape in shapes:
-        if shape.partition is None:
+    for cut in cuts:
+        if cut is None:
             found.add(decode_rank * prefill_tp // decode_tp)
         else:
-            found.update(_partition_feeders(shape, shape.partition, prefill_tp, decode_tp, decode_rank))
+            found.update(_shard_feeders(*cut, prefill_tp, decode_tp, decode_rank))
     return tuple(Rank(rank) for rank in sorted(found))
 
 
-def _partition_feeders(shape: _Shape, partition: Partition, prefill_tp: int, decode_tp: int, decode_rank: int) -> range:
+def _shard_feeders(prefill_shards: int, decode_shards: int, prefill_tp: int, decode_tp: int, decode_rank: int) -> range:
     """Representatives of the prefill shards that overlap decode's shard; every part is cut in the same ratio."""
-    prefill_shards = partition.global_extent // shape.source[partition.axis]
-    decode_shards = partition.global_extent // shape.destination[partition.axis]
     shard = decode_rank // (decode_tp // decode_shards)
     first = shard * prefill_shards // decode_shards
     stop = -(-(shard + 1) * prefill_shards // decode_shards)
@@ -248,20 +255,19 @@ def _partition_feeders(shape: _Shape, partition: Partition, prefill_tp: int, dec
 
 @lru_cache(maxsize=4096)
 def _slices(shape: _Shape, prefill_tp: int, prefill_rank: int, decode_tp: int, decode_rank: int) -> tuple[_Slice, ...]:
-    partition = shape.partition
-    if prefill_rank not in _feeders(frozenset((shape,)), prefill_tp, decode_tp, decode_rank):
+    partition, cut = shape.partition, shape.cut
+    if prefill_rank not in _feeders(frozenset((cut,)), prefill_tp, decode_tp, decode_rank):
         return ()
-    if prefill_tp == decode_tp or partition is None:
+    if prefill_tp == decode_tp or partition is None or cut is None:
         whole = math.prod(shape.source) * shape.element_bytes
         return (_Slice(0, 0, whole, whole, whole, 1),)
-    source_shard = prefill_rank * (partition.global_extent // shape.source[partition.axis]) // prefill_tp
-    destination_shard = decode_rank * (partition.global_extent // shape.destination[partition.axis]) // decode_tp
+    shards = (prefill_rank * cut[0] // prefill_tp, decode_rank * cut[1] // decode_tp)
     inner = math.prod(shape.source[partition.axis + 1 :]) * shape.element_bytes
     rows = math.prod(shape.source[: partition.axis])
     source_stride = shape.source[partition.axis] * inner
     destination_stride = shape.destination[partition.axis] * inner
     found = []
-    for source_at, destination_at, width in _overlaps(shape, partition, source_shard, destination_shard):
+    for source_at, destination_at, width in _overlaps(partition, cut, shards):
         row_bytes, offsets = width * inner, (source_at * inner, destination_at * inner)
         if rows > 1 and source_stride == destination_stride == row_bytes:
             whole = rows * row_bytes  # the rows touch on both sides
@@ -271,16 +277,12 @@ def _slices(shape: _Shape, prefill_tp: int, prefill_rank: int, decode_tp: int, d
     return tuple(found)
 
 
-def _overlaps(
-    shape: _Shape, partition: Partition, source_shard: int, destination_shard: int
-) -> Iterator[tuple[int, int, int]]:
+def _overlaps(partition: Partition, cut: tuple[int, int], shards: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
     """Source start, destination start and width, in elements of the axis, for each part of which both hold some."""
-    source_shards = partition.global_extent // shape.source[partition.axis]
-    destination_shards = partition.global_extent // shape.destination[partition.axis]
     source_base = destination_base = 0
     for part in partition.global_parts or (partition.global_extent,):
-        source_width, destination_width = part // source_shards, part // destination_shards
-        source_start, destination_start = source_shard * source_width, destination_shard * destination_width
+        source_width, destination_width = part // cut[0], part // cut[1]
+        source_start, destination_start = shards[0] * source_width, shards[1] * destination_width
         start = max(source_start, destination_start)
         width = min(source_start + source_width, destination_start + destination_width) - start
         if width > 0:
