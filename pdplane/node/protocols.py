@@ -24,10 +24,15 @@ FinishReason = Literal["stop", "length"]
 
 @attrs.frozen
 class FirstToken:
-    """The token that prefill computed from the prompt's last position; `logprob` is natural."""
+    """The token that prefill computed from the prompt's last position; `logprob` is natural.
+
+    `timings` as in `Finished`: `bootstrap_ms` (to decode's offer), `alloc_ms`, `prefill_ms`, `transfer_ms` (what was
+    left of the push after the compute), `transfer_mb`, `transfer_gb_s`.
+    """
 
     token: int
     logprob: float
+    timings: Mapping[str, float] = attrs.Factory(dict)
 
 
 @attrs.frozen
@@ -182,24 +187,16 @@ class EngineJob(Protocol):
         """End at the next turn; any thread, harmless after the end."""
 
 
-class EngineFirstToken(Protocol):
-    """What a prefill job's future gives."""
-
-    @property
-    def token(self) -> int: ...
-
-    @property
-    def logprob(self) -> float: ...
-
-
 class EngineToken(Protocol):
-    """What a decode job reports for each token, the first one included."""
+    """What a prefill job's future gives, and what a decode job reports for each token, the first one included."""
 
     @property
-    def id(self) -> int: ...
+    def token(self) -> int:
+        """The token's id."""
 
     @property
-    def logprob(self) -> float: ...
+    def logprob(self) -> float:
+        """Natural, as a float32 holds it."""
 
 
 @attrs.frozen
@@ -211,7 +208,20 @@ class EngineDecodeRequest:
     first_token: int
     first_logprob: float
     max_tokens: int
-    stop_ids: frozenset[int]
+    stop_ids: frozenset[int] = frozenset()
+    keep_rows: bool = False
+
+
+class EngineFingerprint(Protocol):
+    """Pairs of name and text, as `pdplane.messages.Fingerprint` takes them."""
+
+    @property
+    def required(self) -> tuple[tuple[str, str], ...]:
+        """What must agree for right tokens."""
+
+    @property
+    def advisory(self) -> tuple[tuple[str, str], ...]:
+        """What must agree for equal bits."""
 
 
 class Engine(Protocol):
@@ -226,8 +236,21 @@ class Engine(Protocol):
         """The one buffer that the layout describes."""
 
     @property
-    def fingerprint(self) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
-        """(required, advisory) pairs of name and text, as `pdplane.messages.Fingerprint` takes them."""
+    def fingerprint(self) -> EngineFingerprint:
+        """What two engines must share."""
+
+    @property
+    def context_length(self) -> int | None:
+        """The model's longest sequence in tokens, None when it has no such limit."""
+
+    def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
+        """Blocks of each group that a prompt's cache takes."""
+
+    def check_prompt_len(self, prompt_len: int) -> None:
+        """Raise ConfigError for a prompt that is empty, longer than the context, or larger than the whole arena."""
+
+    def check_token(self, token: int) -> None:
+        """Raise ConfigError for a token id outside the vocabulary."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -246,16 +269,23 @@ class PrefillEngine(Engine, Protocol):
     def prefill(
         self, tokens: Sequence[int], blocks: Mapping[GroupId, Sequence[int]], on_step: Callable[[range], None]
     ) -> EngineJob:
-        """Begin a prompt. `on_step` names layout steps whose pages are complete; the future gives the first token."""
+        """Begin a prompt; raises ConfigError at once for what cannot work.
+
+        `on_step` names layout steps whose pages are complete; the future gives the first token.
+        """
 
 
 class DecodeEngine(Engine, Protocol):
     """Continues from a prompt's KV in its arena."""
 
     def decode(
-        self, request: EngineDecodeRequest, on_token: Callable[[EngineToken], None], on_assembled: Callable[[], None]
+        self,
+        request: Any,  # noqa: ANN401  (the engine names its own class; the attributes are EngineDecodeRequest's)
+        on_token: Callable[[Any], None],
+        on_assembled: Callable[[], None],
     ) -> EngineJob:
-        """Begin a sequence.
+        """Begin a sequence; each token is an EngineToken. Raises ConfigError at once for what cannot work.
 
-        `on_assembled` says that the blocks were copied out and may be freed. The future gives the finish reason.
+        `on_assembled` says that the blocks were copied out and may be freed; a job that ends without it needs them
+        no longer either. The future gives the finish reason.
         """

@@ -11,11 +11,14 @@ from typing import Any, TypeVar
 
 import attrs
 
-from pdplane.errors import InternalError
+from pdplane.errors import ConfigError, InternalError
 from pdplane.ids import GroupId
 from pdplane.kv.arena import Arena
 from pdplane.kv.layout import Layout
-from pdplane.node.protocols import EngineDecodeRequest, FinishReason, FirstToken, Token
+from pdplane.kv.manifest import slot_counts
+from pdplane.kv.pool import Pool
+from pdplane.messages import Fingerprint
+from pdplane.node.protocols import EngineDecodeRequest, FinishReason, FirstToken
 from pdplane.testing.toy_model import (
     EOS,
     KV,
@@ -27,6 +30,8 @@ from pdplane.testing.toy_model import (
     write_kv,
     write_state,
 )
+
+VOCABULARY = 256
 
 _LOOK_AGAIN_S = 0.005  # how soon a held engine notices that a job was cancelled
 
@@ -140,12 +145,28 @@ class ToyEngine:
         return _started(self._arena)
 
     @property
-    def fingerprint(self) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
-        return (("model", f"toy-{self.options.seed}"),), (("toy", "1"),)
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint((("model", f"toy-{self.options.seed}"),), (("toy", "1"),))
 
     @property
     def context_length(self) -> int:
         return self.options.context_length
+
+    def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
+        """Blocks of each group that a prompt's cache takes."""
+        return slot_counts(self.layout, 0, prompt_len)
+
+    def check_prompt_len(self, prompt_len: int) -> None:
+        """Raise ConfigError for a prompt that is empty, too long, or larger than the arena."""
+        if not 1 <= prompt_len <= self.options.context_length:
+            raise ConfigError(f"a prompt has 1 to {self.options.context_length} tokens, not {prompt_len}")
+        if not Pool(self.layout).fits(self.blocks_needed(prompt_len)):
+            raise ConfigError(f"the prompt's {prompt_len} tokens do not fit in the arena")
+
+    def check_token(self, token: int) -> None:
+        """Raise ConfigError for a token that is no byte."""
+        if not 0 <= token < VOCABULARY:
+            raise ConfigError(f"token id {token} is outside the vocabulary 0..{VOCABULARY - 1}")
 
     def start(self) -> None:
         """Make the arena and start the thread."""
@@ -166,6 +187,9 @@ class ToyPrefillEngine(ToyEngine):
         self, tokens: Sequence[int], blocks: Mapping[GroupId, Sequence[int]], on_step: Callable[[range], None]
     ) -> ToyJob:
         """Begin a prompt; the future gives a FirstToken, or the poison's RuntimeError."""
+        self.check_prompt_len(len(tokens))
+        for token in tokens:
+            self.check_token(token)
         return self._thread.submit(self._prefill(tuple(tokens), blocks, on_step))
 
     def _prefill(
@@ -191,16 +215,17 @@ class ToyDecodeEngine(ToyEngine):
     def decode(
         self,
         request: EngineDecodeRequest,
-        on_token: Callable[[Token], None],
+        on_token: Callable[[FirstToken], None],
         on_assembled: Callable[[], None],
     ) -> ToyJob:
         """Begin a sequence; the future gives "stop" or "length"."""
+        self.check_prompt_len(len(request.prompt))
         return self._thread.submit(self._decode(request, on_token, on_assembled))
 
     def _decode(
         self,
         request: EngineDecodeRequest,
-        on_token: Callable[[Token], None],
+        on_token: Callable[[FirstToken], None],
         on_assembled: Callable[[], None],
     ) -> Turns:
         digest = digest_of_arena(self.options, self.arena, self.layout, request.blocks, request.prompt)
@@ -209,7 +234,7 @@ class ToyDecodeEngine(ToyEngine):
         answer: list[int] = []
         while True:
             answer.append(token)
-            on_token(Token(token, logprob))
+            on_token(FirstToken(token, logprob))
             if (reason := _reason(request, answer)) is not None:
                 return reason
             self.turns += 1

@@ -1,0 +1,100 @@
+"""The routes by which gateways and people learn what a worker is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any, Literal
+
+from aiohttp import web
+
+from pdplane.node.protocols import Node
+from pdplane.serving.metrics import CONTENT_TYPE, Metrics
+
+Role = Literal["prefill", "decode"]
+
+_MODEL_KEYS = ("model_path", "tokenizer_path", "served_model_name", "context_length", "vocab_size")
+
+
+class AboutRoutes:
+    """Health, model, server, statistics and metrics of one node."""
+
+    def __init__(self, node: Node, role: Role, metrics: Metrics) -> None:
+        self._node = node
+        self._role = role
+        self._metrics = metrics
+
+    def add_to(self, app: web.Application) -> None:
+        """Register every route."""
+        for path in ("/health", "/health_generate"):
+            app.router.add_get(path, self._health)
+        for path in ("/server_info", "/get_server_info"):
+            app.router.add_get(path, self._server_info)
+        for path in ("/model_info", "/get_model_info"):
+            app.router.add_get(path, self._model_info)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/get_load", self._load)
+        app.router.add_get("/v1/loads", self._loads)
+        app.router.add_get("/statistics", self._statistics)
+        app.router.add_get("/metrics", self._scrape)
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        if self._node.ready:
+            return web.json_response({"status": "ok"})
+        return web.json_response({"status": "not ready"}, status=503, headers={"Retry-After": "1"})
+
+    async def _server_info(self, _request: web.Request) -> web.Response:
+        info = self._node.info()
+        return web.json_response(
+            {
+                **_model(info),
+                "tp_size": 1,
+                "dp_size": 1,
+                "max_running_requests": None,
+                **info,
+                "disaggregation_mode": self._role,
+                "version": importlib.metadata.version("pdplane"),
+                "ready": self._node.ready,
+            }
+        )
+
+    async def _model_info(self, _request: web.Request) -> web.Response:
+        return web.json_response({**_model(self._node.info()), "is_generation": True})
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        model = _model(self._node.info())
+        # smg pairs the legs of workers only when they are owned by "sglang".
+        entry = {
+            "id": model["served_model_name"],
+            "object": "model",
+            "created": 0,
+            "owned_by": "sglang",
+            "root": model["model_path"],
+            "max_model_len": model["context_length"],
+        }
+        return web.json_response({"object": "list", "data": [entry]})
+
+    async def _load(self, _request: web.Request) -> web.Response:
+        return web.json_response([{"dp_rank": 0, **self._running()}])
+
+    async def _loads(self, _request: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"dp_rank": 0, **self._running()}]})
+
+    def _running(self) -> dict[str, int]:
+        running = sum(int(sample.value) for metric in self._metrics.running.collect() for sample in metric.samples)
+        return {"num_reqs": running, "num_running_reqs": running, "num_waiting_reqs": 0}
+
+    async def _statistics(self, _request: web.Request) -> web.Response:
+        return web.json_response(self._node.statistics())
+
+    async def _scrape(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _model(info: dict[str, Any]) -> dict[str, Any]:
+    model = {key: info.get(key) for key in _MODEL_KEYS}
+    path = model["model_path"] or "unknown"
+    return model | {
+        "model_path": path,
+        "tokenizer_path": model["tokenizer_path"] or path,
+        "served_model_name": model["served_model_name"] or path,
+    }

@@ -1,0 +1,112 @@
+"""Prometheus metrics: what serving measures itself, and the node's own counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdplane.errors import RoomFailed
+from pdplane.node.protocols import Finished, Node
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_MILLISECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 60000)
+_MEGABYTES = (0.01, 0.1, 1, 4, 16, 64, 256, 1024, 4096, 16384)
+_RATES = (0.01, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
+
+# Metric, text, buckets, by the name of a finished request's timing.
+_TIMINGS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
+    "bootstrap_ms": ("kv_transfer_bootstrap_ms", "From the request to an accepted registration.", _MILLISECONDS),
+    "alloc_ms": ("kv_transfer_alloc_ms", "Waiting for free blocks.", _MILLISECONDS),
+    "transfer_ms": ("kv_transfer_latency_ms", "From the offered blocks to the delivered KV.", _MILLISECONDS),
+    "transfer_mb": ("kv_transfer_total_mb", "KV received for a request, in 10**6 bytes.", _MEGABYTES),
+    "transfer_gb_s": ("kv_transfer_speed_gb_s", "KV received per second, in 10**9 bytes.", _RATES),
+}
+# Metric by the path of a count in the node's statistics.
+_COUNTS: Mapping[str, tuple[str, str]] = {
+    "rooms.early": ("num_prefill_early_rooms", "Rooms whose decode came before their request."),
+    "rooms.opened": ("num_prefill_bootstrap_queue_reqs", "Requests that wait for decode's blocks."),
+    "rooms.windowed": ("num_prefill_inflight_queue_reqs", "Requests that are computed and pushed."),
+    "rooms.resolving": ("num_decode_prealloc_queue_reqs", "Requests whose prefill is looked up."),
+    "rooms.waiting": ("num_decode_transfer_queue_reqs", "Requests whose KV is on its way."),
+    "token_usage": ("token_usage", "Share of the cache's blocks in use, 0 to 1."),
+}
+
+
+# Causes of a room that never met its peer.
+_UNMET = re.compile(r"rendezvous|did not register|no request came|no decode rank offered|refuses")
+
+
+class Metrics:
+    """One application's metrics, in a registry of their own."""
+
+    def __init__(self, node: Node) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_NodeCounts(node))
+        self.running = self._gauge("num_running_reqs", "Requests being answered.")
+        self.requests = self._counter("num_requests", "Requests that were let in.")
+        self.first_token = self._histogram("time_to_first_token_seconds", "Request to first token.", _SECONDS)
+        self.between_tokens = self._histogram("inter_token_latency_seconds", "From token to token.", _SECONDS)
+        self.end_to_end = self._histogram("e2e_request_latency_seconds", "Request to last token.", _SECONDS)
+        self._bootstrap_failed = self._counter("num_bootstrap_failed_reqs", "Requests that never met their peer.")
+        self._transfer_failed = self._counter("num_transfer_failed_reqs", "Requests that failed after they met it.")
+        self._timings = {name: self._histogram(*row) for name, row in _TIMINGS.items()}
+
+    def finished(self, finished: Finished) -> None:
+        """Count what a finished request tells of itself."""
+        for name, value in finished.timings.items():
+            if name in self._timings:
+                self._timings[name].observe(value)
+
+    def failed_with(self, error: BaseException) -> None:
+        """Count a request that the disaggregation failed; refusals of the request itself do not count."""
+        if isinstance(error, RoomFailed):
+            (self._bootstrap_failed if _UNMET.search(error.cause) else self._transfer_failed).inc()
+
+    def text(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"pdplane_{name}", text, registry=self._registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"pdplane_{name}", text, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"pdplane_{name}", text, registry=self._registry, buckets=buckets)
+
+
+class _NodeCounts(Collector):
+    """Reads the node's statistics at each scrape."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def collect(self) -> Iterable[Metric]:
+        everything = GaugeMetricFamily("pdplane_statistics", "Each count of the node.", labels=["count"])
+        for path, value in flatten(self._node.statistics()):
+            everything.add_metric([path], value)
+            if path in _COUNTS:
+                name, text = _COUNTS[path]
+                yield GaugeMetricFamily(f"pdplane_{name}", text, value=value)
+        yield everything
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # asking the node for names at registration would be too early
+
+
+def flatten(counts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Numbers of nested dictionaries by dotted path; texts are left out."""
+    for name, value in counts.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{path}.")
+        elif isinstance(value, bool | int | float):
+            yield path, float(value)
