@@ -1,0 +1,226 @@
+"""Every cache class of mlx-lm that can be moved, as named tensors and back, bit for bit.
+
+A **history** tensor has one row a token, `[1, heads, rows, width]`, and is cut into pages. A **state** tensor is moved
+whole after the last prefill step: a sliding window's ring in physical order with its indices, a recurrent state.
+Classes that are not listed here are refused by name, since guessing what they hold would give silent wrong tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import attrs
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+
+from pdplane.engine.untyped import Cache
+from pdplane.errors import ConfigError, InternalError
+
+Tensors = Mapping[str, mx.array]
+
+
+class Kind(Protocol):
+    """How one cache class gives its tensors and takes them back."""
+
+    @property
+    def is_history(self) -> bool: ...
+
+    def length(self, cache: Cache) -> int | None:
+        """Tokens the cache holds; None when it does not count them."""
+
+    def take(self, cache: Cache) -> Tensors:
+        """The cache's tensors by name; history tensors with spare rows beyond the length."""
+
+    def give(self, cache: Cache, tensors: Tensors, length: int) -> None:
+        """Fill a fresh cache of this class; `tensors` are new arrays that nobody else holds."""
+
+
+class PlainKind:
+    """KVCache: keys and values, whose widths may differ (latent attention)."""
+
+    is_history = True
+
+    def length(self, cache: Cache) -> int:
+        return int(cache.offset)
+
+    def take(self, cache: Cache) -> Tensors:
+        return {} if cache.keys is None else {"k": cache.keys, "v": cache.values}
+
+    def give(self, cache: Cache, tensors: Tensors, length: int) -> None:
+        cache.keys, cache.values, cache.offset = tensors["k"], tensors["v"], length
+
+
+class QuantizedKind:
+    """QuantizedKVCache: packed words, scales and biases, for keys and for values."""
+
+    is_history = True
+    _keys = ("k_packed", "k_scales", "k_biases")
+    _values = ("v_packed", "v_scales", "v_biases")
+
+    def length(self, cache: Cache) -> int:
+        return int(cache.offset)
+
+    def take(self, cache: Cache) -> Tensors:
+        return dict(zip(self._keys + self._values, (*cache.keys, *cache.values), strict=True))
+
+    def give(self, cache: Cache, tensors: Tensors, length: int) -> None:
+        cache.keys = tuple(tensors[name] for name in self._keys)
+        cache.values = tuple(tensors[name] for name in self._values)
+        cache.offset = length
+
+
+class RingKind:
+    """RotatingKVCache: the ring in physical order, and `ring` = (tokens seen, write index, physical rows).
+
+    The tensors always have `max_size` rows; a ring that has not grown to that has zeros behind its own rows. It is
+    rebuilt with the same number of physical rows, so that it grows and wraps at the same tokens as the original.
+    """
+
+    is_history = False
+
+    def length(self, cache: Cache) -> int:
+        return int(cache.offset)
+
+    def take(self, cache: Cache) -> Tensors:
+        if cache.keys is None:
+            return {}
+        rows = int(cache.keys.shape[2])
+        if rows > cache.max_size:
+            raise InternalError(f"a ring of {cache.max_size} rows holds {rows}: its last step was not one token")
+        where = mx.array([cache.offset, cache._idx, rows], dtype=mx.int64)
+        return {
+            "ring_k": _pad_rows(cache.keys, cache.max_size),
+            "ring_v": _pad_rows(cache.values, cache.max_size),
+            "ring": where,
+        }
+
+    def give(self, cache: Cache, tensors: Tensors, length: int) -> None:
+        offset, index, rows = (int(number) for number in _integers(tensors["ring"]))
+        if offset != length or not 0 <= index <= rows <= cache.max_size or rows < min(offset, cache.max_size):
+            raise ValueError(f"the ring's indices {(offset, index, rows)} do not fit a prompt of {length} tokens")
+        cache.keys, cache.values = tensors["ring_k"][..., :rows, :], tensors["ring_v"][..., :rows, :]
+        cache.offset, cache._idx = offset, index
+
+
+class ArraysKind:
+    """ArraysCache: the fixed-size states of a recurrent or convolutional layer."""
+
+    is_history = False
+
+    def length(self, cache: Cache) -> None:
+        return None
+
+    def take(self, cache: Cache) -> Tensors:
+        return {f"state{n}": array for n, array in enumerate(cache.cache) if array is not None}
+
+    def give(self, cache: Cache, tensors: Tensors, length: int) -> None:
+        for name, array in tensors.items():
+            cache[int(name.removeprefix("state"))] = array
+
+
+KINDS: Mapping[type, Kind] = {
+    KVCache: PlainKind(),
+    QuantizedKVCache: QuantizedKind(),
+    RotatingKVCache: RingKind(),
+    ArraysCache: ArraysKind(),
+}
+
+
+@attrs.frozen
+class Tensor:
+    """One tensor's geometry: history `(heads, width)` without its token axis, state its whole shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+
+@attrs.frozen
+class Leaf:
+    """One cache object inside the model's list; `path` leads through nested CacheLists."""
+
+    layer: int
+    path: tuple[int, ...]
+    cache_class: type
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.cache_class]
+
+    def find(self, caches: Sequence[Cache]) -> Cache:
+        """This leaf's cache object in a model's list of caches."""
+        found = caches[self.layer]
+        for step in self.path:
+            found = found[step]
+        return found
+
+    def prefix(self) -> str:
+        """The start of this leaf's field ids, ending with a dot or underscore."""
+        return f"layer.{self.layer}." + "".join(f"c{step}_" for step in self.path)
+
+
+def walk(caches: Sequence[Cache]) -> Iterator[tuple[int, tuple[int, ...], Cache]]:
+    """(layer, path, cache) of every leaf cache, in a fixed order."""
+    for layer, cache in enumerate(caches):
+        yield from ((layer, path, leaf) for path, leaf in _inside(cache, ()))
+
+
+def refuse_unknown(caches: Sequence[Cache]) -> None:
+    """Raise ConfigError that names the first cache class which cannot be moved."""
+    for layer, _, cache in walk(caches):
+        if cache is not None and type(cache) not in KINDS:
+            raise ConfigError(f"layer {layer} keeps a {type(cache).__name__}, which pdplane cannot move")
+
+
+def describe(caches: Sequence[Cache], length: int) -> tuple[Leaf, ...]:
+    """The leaves of caches that a prompt of `length` tokens has filled; caches that the model never uses are left out.
+
+    Raises ConfigError for a class that cannot be moved, or a cache that does not hold one row a token.
+    """
+    refuse_unknown(caches)
+    leaves = [_describe_leaf(layer, path, cache, length) for layer, path, cache in walk(caches) if cache is not None]
+    return tuple(leaf for leaf in leaves if leaf.tensors)
+
+
+def _describe_leaf(layer: int, path: tuple[int, ...], cache: Cache, length: int) -> Leaf:
+    kind = KINDS[type(cache)]
+    tensors = kind.take(cache)
+    held = kind.length(cache)
+    if tensors and held is not None and held != length:
+        raise ConfigError(f"layer {layer} keeps {held} rows for {length} tokens, which pdplane cannot move")
+    cut: Callable[[mx.array], tuple[int, ...]] = _row_shape if kind.is_history else _whole_shape
+    described = tuple(Tensor(name, cut(array), array.dtype) for name, array in sorted(tensors.items()))
+    return Leaf(layer, path, type(cache), described)
+
+
+def _inside(cache: Cache, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Cache]]:
+    if type(cache) is not CacheList:
+        yield path, cache
+        return
+    for number, inner in enumerate(cache.caches):
+        yield from _inside(inner, (*path, number))
+
+
+def _row_shape(array: mx.array) -> tuple[int, ...]:
+    batch, heads, _, width = array.shape
+    if batch != 1:
+        raise InternalError(f"a cache of batch {batch}: only single sequences are moved")
+    return (heads, width)
+
+
+def _whole_shape(array: mx.array) -> tuple[int, ...]:
+    return tuple(array.shape)
+
+
+def _pad_rows(array: mx.array, rows: int) -> mx.array:
+    missing = rows - array.shape[2]
+    return array if missing <= 0 else mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)])
+
+
+def _integers(array: mx.array) -> list[int]:
+    numbers = array.tolist()
+    if not isinstance(numbers, list):
+        raise InternalError("a ring's indices are no list")
+    return [int(number) for number in numbers if isinstance(number, int)]

@@ -1,0 +1,98 @@
+"""The decode engine: pages in the arena and a first token in, tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import attrs
+import mlx.core as mx
+
+from pdplane.engine.engine import Engine
+from pdplane.engine.forward import Forward
+from pdplane.engine.pages import Blocks
+from pdplane.engine.thread import Job, Turns
+from pdplane.engine.views import Numbers, row_of
+from pdplane.errors import ConfigError
+
+FinishReason = Literal["stop", "length"]
+
+
+@attrs.frozen(eq=False)
+class Token:
+    """A token id and its log-probability; `logprobs` is the whole row when it was asked for."""
+
+    token: int
+    logprob: float
+    logprobs: Numbers | None = None
+
+
+@attrs.frozen
+class DecodeRequest:
+    """A sequence whose prompt lies in the arena.
+
+    `max_tokens` counts the first token, which prefill made; a token of `stop_ids` is reported and ends the sequence.
+    """
+
+    prompt: tuple[int, ...]
+    blocks: Blocks
+    first_token: int
+    first_logprob: float
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    keep_rows: bool = False
+
+
+class DecodeEngine(Engine):
+    """Continues sequences, one token a turn each, each alone in its batch: that keeps the bits of a single process."""
+
+    def decode(
+        self, request: DecodeRequest, on_token: Callable[[Token], None], on_assembled: Callable[[], None]
+    ) -> Job[FinishReason]:
+        """Report every token, the first one included, and end with the reason.
+
+        Both callbacks run on the MLX thread; an exception from one fails the job. `on_assembled` is called once, when
+        the arena's blocks are no longer needed. A job that failed or was cancelled needs them no longer either. Raises
+        ConfigError at once for a request that cannot work.
+        """
+        self.check_prompt_len(len(request.prompt))
+        self.check_token(request.first_token)
+        if request.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, not {request.max_tokens}")
+        self.opened.pages.check(request.blocks, self.blocks_needed(len(request.prompt)))
+        return self.thread.submit(lambda: self._turns(request, on_token, on_assembled))
+
+    def _turns(
+        self, request: DecodeRequest, on_token: Callable[[Token], None], on_assembled: Callable[[], None]
+    ) -> Turns[FinishReason]:
+        on_token(Token(request.first_token, request.first_logprob))
+        limit = self._limit(request)
+        if request.first_token in request.stop_ids or limit == 1:
+            on_assembled()
+            return "stop" if request.first_token in request.stop_ids else "length"
+        forward = self._assemble(request)
+        on_assembled()
+        yield
+        row = forward.step(mx.array(request.first_token))
+        for count in range(2, limit + 1):
+            # The next step is queued before this one's token is read, as mlx-lm does: the device never waits for us.
+            ahead = forward.step(row.token) if count < limit else row
+            token, logprob = row.wait()
+            on_token(Token(token, logprob, row_of(row.logprobs) if request.keep_rows else None))
+            if token in request.stop_ids:
+                return "stop"
+            row = ahead
+            yield
+        return "length"
+
+    def _limit(self, request: DecodeRequest) -> int:
+        """Tokens that the sequence may have: the last one is never run, so the context may be passed by one."""
+        context = self.context_length
+        return request.max_tokens if context is None else min(request.max_tokens, context - len(request.prompt) + 1)
+
+    def _assemble(self, request: DecodeRequest) -> Forward:
+        forward = Forward(self.opened.model, self.options)
+        forward.prepare(self.opened.leaves)
+        for leaf in self.opened.leaves:
+            self.opened.pages.assemble(leaf, leaf.find(forward.caches), request.blocks, len(request.prompt))
+        return forward

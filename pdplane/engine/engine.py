@@ -1,0 +1,141 @@
+"""What the prefill and the decode engine share: one MLX thread, the model, its cache layout and the arena."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+from pdplane.engine.caches import Leaf
+from pdplane.engine.fingerprint import EngineFingerprint, fingerprint
+from pdplane.engine.layout import cache_layout
+from pdplane.engine.model import Model, load_model
+from pdplane.engine.options import EngineOptions, Progress, no_progress
+from pdplane.engine.pages import Pages
+from pdplane.engine.probe import probe
+from pdplane.engine.text import Tokenizer
+from pdplane.engine.thread import EngineThread
+from pdplane.errors import ConfigError, InternalError
+from pdplane.ids import GroupId
+from pdplane.kv.arena import Arena
+from pdplane.kv.layout import Layout
+from pdplane.kv.manifest import slot_counts
+from pdplane.kv.pool import Pool
+
+
+@attrs.frozen(eq=False)
+class Opened:
+    """Everything that `start` makes."""
+
+    model: Model
+    leaves: tuple[Leaf, ...]
+    layout: Layout
+    arena: Arena
+    pages: Pages
+    fingerprint: EngineFingerprint
+    capacity: Pool
+    """An empty pool, asked only whether a prompt could ever fit."""
+
+
+class Engine:
+    """A loaded model with an arena; `start` loads, `close` joins the MLX thread. The constructor opens nothing."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.thread = EngineThread()
+        self._opened: Opened | None = None
+
+    def start(self, progress: Progress = no_progress) -> None:
+        """Load the model on the MLX thread, probe its caches and make the arena.
+
+        `progress` is called on the MLX thread. Raises ConfigError, and then the engine is closed.
+        """
+        self.thread.start()
+        try:
+            self._opened = self.thread.call(lambda: _open(self.options, progress))
+        finally:
+            if self._opened is None:
+                self.close()
+
+    def close(self) -> None:
+        """End all jobs at their next turn and join the MLX thread; idempotent. The arena stays readable."""
+        self.thread.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def opened(self) -> Opened:
+        """What `start` made; InternalError before it."""
+        if self._opened is None:
+            raise InternalError("the engine was not started")
+        return self._opened
+
+    @property
+    def layout(self) -> Layout:
+        return self.opened.layout
+
+    @property
+    def arena(self) -> Arena:
+        return self.opened.arena
+
+    @property
+    def fingerprint(self) -> EngineFingerprint:
+        return self.opened.fingerprint
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.opened.model.tokenizer
+
+    @property
+    def context_length(self) -> int | None:
+        """The model's longest sequence in tokens; None when its config does not say."""
+        return self.opened.model.context_length
+
+    def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
+        """Blocks of each group that the cache of a prompt takes."""
+        return slot_counts(self.layout, 0, prompt_len)
+
+    def check_prompt_len(self, prompt_len: int) -> None:
+        """Raise ConfigError for a prompt that is empty, longer than the model's context, or larger than the arena."""
+        context = self.context_length
+        if prompt_len < 1:
+            raise ConfigError("the prompt has no token")
+        if context is not None and prompt_len > context:
+            raise ConfigError(f"the prompt has {prompt_len} tokens, the model's context {context}")
+        if not self.opened.capacity.fits(self.blocks_needed(prompt_len)):
+            raise ConfigError(f"the prompt's {prompt_len} tokens do not fit in an arena of {self.arena.nbytes} bytes")
+
+    def check_token(self, token: int) -> None:
+        """Raise ConfigError for a token id outside the model's vocabulary."""
+        size = self.opened.model.vocab_size
+        if not 0 <= token < size:
+            raise ConfigError(f"token id {token} is outside the vocabulary 0..{size - 1}")
+
+
+def _open(options: EngineOptions, progress: Progress) -> Opened:
+    model = load_model(options.model, seed=options.seed, progress=progress)
+    leaves = probe(model, options)
+    layout = cache_layout(leaves, options)
+    arena = _arena(layout)
+    return Opened(model, leaves, layout, arena, Pages(layout, arena, leaves), fingerprint(model, options), Pool(layout))
+
+
+def _arena(layout: Layout) -> Arena:
+    # Two axes: an MLX array cannot have 2**31 elements along one.
+    shape = (layout.num_lcm_blocks + 1, layout.lcm_block_bytes)
+    try:
+        memory = mx.zeros(shape, dtype=mx.uint8)
+        mx.eval(memory)
+    except RuntimeError as error:
+        raise ConfigError(f"no memory for an arena of {layout.arena_bytes} bytes") from error
+    return Arena(np.array(memory, copy=False).reshape(-1))

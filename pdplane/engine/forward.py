@@ -1,0 +1,88 @@
+"""The model's forward steps, in mlx-lm's own order: the same chunks, streams and quantisation, hence the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+
+from pdplane.engine.caches import Leaf
+from pdplane.engine.model import Model
+from pdplane.engine.options import EngineOptions
+from pdplane.engine.untyped import Cache, evaluate_later, number, quantise_caches
+
+_CLEAR_EVERY = 256  # tokens after which mlx-lm gives unused memory back
+
+
+@attrs.frozen(eq=False)
+class Row:
+    """One step's outcome: the greedy token, a scalar array, and the log-probabilities, shape (vocabulary,)."""
+
+    token: mx.array
+    logprobs: mx.array
+
+    def wait(self) -> tuple[int, float]:
+        """The token and its log-probability; blocks until they are computed."""
+        token = int(number(self.token))
+        return token, float(number(self.logprobs[token]))
+
+
+@attrs.define(eq=False)
+class Forward:
+    """One sequence: its caches and its forward steps. Every method runs on the MLX thread."""
+
+    model: Model
+    options: EngineOptions
+    caches: list[Cache] = attrs.field(init=False)
+    steps: int = attrs.field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.caches = list(make_prompt_cache(self.model.network))
+
+    def prefill_chunks(self, tokens: Sequence[int]) -> Iterator[int]:
+        """Run all tokens but the last, a chunk at each `next`; yields the tokens done so far.
+
+        Chunks are `prefill_step_size` long, and the last token is left for `step`: other chunks give other bits.
+        """
+        done = 0
+        while (remaining := len(tokens) - 1 - done) > 0:
+            chunk = tokens[done : done + min(self.options.prefill_step_size, remaining)]
+            with mx.stream(generation_stream):
+                self.model.network(mx.array(list(chunk))[None], cache=self.caches)
+                self._quantise()
+                mx.eval([cache.state for cache in self.caches])
+                mx.clear_cache()
+            done += len(chunk)
+            yield done
+
+    def step(self, token: mx.array) -> Row:
+        """Start the step of one token, a scalar array that need not be computed yet."""
+        with mx.stream(generation_stream):
+            logits = self.model.network(token.reshape(1, 1), cache=self.caches)[:, -1, :]
+            self._quantise()
+            logprobs = logits - mx.logsumexp(logits, keepdims=True)
+            row = Row(mx.argmax(logprobs, axis=-1), logprobs.squeeze(0))
+            evaluate_later(row.token, row.logprobs)
+            if self.steps % _CLEAR_EVERY == _CLEAR_EVERY - 1:
+                mx.clear_cache()
+        self.steps += 1
+        return row
+
+    def prepare(self, leaves: Sequence[Leaf]) -> None:
+        """Put empty quantised caches where a finished prompt has them; mlx-lm makes those only from plain ones."""
+        for leaf in leaves:
+            if leaf.cache_class is QuantizedKVCache:
+                self.caches[leaf.layer] = QuantizedKVCache(
+                    group_size=self.options.kv_group_size, bits=self.options.kv_bits or 8
+                )
+
+    def settle(self) -> None:
+        """Compute everything that the caches still owe."""
+        with mx.stream(generation_stream):
+            mx.eval([cache.state for cache in self.caches])
+
+    def _quantise(self) -> None:
+        quantise_caches(self.caches, group_size=self.options.kv_group_size, bits=self.options.kv_bits)

@@ -1,0 +1,114 @@
+"""The cache layout of a loaded model: what its caches look like, as groups, fields and pages of one arena."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from pdplane.engine.caches import Leaf, Tensor
+from pdplane.engine.options import EngineOptions
+from pdplane.engine.views import layout_dtype
+from pdplane.errors import ConfigError
+from pdplane.ids import FieldId, GroupId
+from pdplane.kv.layout import ELEMENT_BYTES, GroupSpec, Layout, Partition
+from pdplane.kv.planning import FieldSpec, plan_layout
+
+KV = GroupId("kv")
+"""One block holds `block_tokens` rows of every history tensor of every layer, as one run of bytes."""
+STATE = GroupId("state")
+"""One block holds every state tensor of every layer, as they are after the prompt's last token."""
+
+_PLANE = "cache"
+_ALIGNMENT = 64  # a cache line: no two blocks share one
+
+
+def field_id(leaf: Leaf, tensor: Tensor) -> FieldId:
+    """`layer.<n>.<name>`, where the name of a cache inside a CacheList begins with its place in the list."""
+    return FieldId(leaf.prefix() + tensor.name)
+
+
+def carried(leaf: Leaf) -> tuple[Tensor, ...]:
+    """The tensors of a leaf that have bytes; some models keep values of width 0."""
+    return tuple(tensor for tensor in leaf.tensors if math.prod(tensor.shape) > 0)
+
+
+def cache_layout(leaves: Sequence[Leaf], options: EngineOptions) -> Layout:
+    """The layout with as many parents as `options.arena_bytes` allow.
+
+    History pages are head-major, `(heads, block_tokens, width)`; state pages are whole tensors. Raises ConfigError
+    when a dtype cannot be carried or the arena cannot hold one parent beside the null parent.
+    """
+    block_tokens = options.block_tokens
+    fields = list(_fields(leaves, block_tokens))
+    if not fields:
+        raise ConfigError(f"model {options.model!r} keeps no cache, so there is nothing to move")
+    present = {field.group_id for field in fields}
+    specs = [spec for spec in _specs(block_tokens) if spec.group_id in present]
+    partitions = tuple(_partitions(leaves))
+    packing = _packing(fields)
+
+    def plan(parents: int) -> Layout:
+        return plan_layout(
+            specs,
+            fields,
+            num_lcm_blocks=parents,
+            prefix_granularity=block_tokens,
+            packing=packing,
+            partitions=partitions,
+            alignment=_ALIGNMENT,
+        )
+
+    parent_bytes = plan(1).lcm_block_bytes
+    parents = options.arena_bytes // parent_bytes - 1
+    if parents < 1:
+        raise ConfigError(
+            f"an arena of {options.arena_bytes} bytes is too small for {options.model!r}: "
+            f"it needs at least {2 * parent_bytes} bytes (--arena-bytes)"
+        )
+    return plan(parents)
+
+
+def _specs(block_tokens: int) -> tuple[GroupSpec, GroupSpec]:
+    history = GroupSpec(
+        KV, retention="full_history", rows_per_page=block_tokens, entry_stride_tokens=1, transfer_policy="full_suffix"
+    )
+    state = GroupSpec(
+        STATE,
+        retention="full_history",
+        family="state",
+        transfer_policy="latest_snapshot",
+        checkpoint_granularity=block_tokens,
+    )
+    return history, state
+
+
+def _fields(leaves: Sequence[Leaf], block_tokens: int) -> Iterator[FieldSpec]:
+    for leaf in leaves:
+        for tensor in carried(leaf):
+            name = field_id(leaf, tensor)
+            shape = tensor.shape
+            if leaf.kind.is_history:
+                heads, width = tensor.shape
+                shape = (heads, block_tokens, width)
+            group = KV if leaf.kind.is_history else STATE
+            yield FieldSpec(group, name, _PLANE, shape, layout_dtype(tensor.dtype, name))
+
+
+def _partitions(leaves: Sequence[Leaf]) -> Iterator[tuple[FieldId, Partition]]:
+    """History tensors are split over ranks by heads; a single head is every rank's (latent attention)."""
+    for leaf in leaves:
+        for tensor in carried(leaf) if leaf.kind.is_history else ():
+            heads = tensor.shape[0]
+            if heads > 1:
+                yield field_id(leaf, tensor), Partition(axis=0, global_extent=heads)
+
+
+def _packing(fields: Sequence[FieldSpec]) -> dict[GroupId, int]:
+    """Blocks a parent: as many of the smaller kind as fit beside one of the larger kind, to waste the least."""
+    page: dict[GroupId, int] = {}
+    for field in fields:
+        widest = max(ELEMENT_BYTES.values())
+        nbytes = -(-field.nbytes // widest) * widest
+        page[field.group_id] = page.get(field.group_id, 0) + nbytes
+    largest = max(page.values())
+    return {group_id: largest // nbytes for group_id, nbytes in page.items()}

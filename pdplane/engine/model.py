@@ -1,0 +1,98 @@
+"""Loading a model by any of its names. Runs on the MLX thread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+from mlx_lm.utils import load as untyped_load
+
+from pdplane.engine.gguf import converted_folder
+from pdplane.engine.options import Progress, no_progress
+from pdplane.engine.smollm2 import smollm2_folder
+from pdplane.engine.text import Tokenizer
+from pdplane.engine.tiny import build_tiny
+from pdplane.engine.untyped import Network
+from pdplane.errors import ConfigError
+
+TINY = "tiny:"
+_load_with_mlx_lm: Callable[..., tuple[Network, Any, dict[str, Any]]] = untyped_load  # type: ignore[assignment]  # returns two or three values
+
+
+@attrs.frozen(eq=False)
+class Model:
+    """A loaded model; `path` is None for a tiny one, which has no files."""
+
+    name: str
+    network: Network
+    tokenizer: Tokenizer
+    config: Mapping[str, Any]
+    path: Path | None
+
+    @property
+    def context_length(self) -> int | None:
+        """The longest sequence the model was made for; None when its config does not say."""
+        return self._number("max_position_embeddings")
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._number("vocab_size") or self.tokenizer.vocab_size
+
+    def _number(self, key: str) -> int | None:
+        for config in (self.config, self.config.get("text_config") or {}):
+            value = config.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+        return None
+
+
+def load_model(name: str, *, seed: int = 0, progress: Progress = no_progress) -> Model:
+    """Load a directory, hub id, `.gguf` file, `smollm2` or `tiny:FAMILY[-f32|-bf16|-q4]`.
+
+    Raises ConfigError with one line that says what is wrong.
+    """
+    if name.startswith(TINY):
+        tiny = build_tiny(name.removeprefix(TINY), seed)
+        return Model(name, tiny.network, tiny.tokenizer, tiny.config, None)
+    if name == "smollm2":
+        return _load_folder(name, smollm2_folder(progress), progress)
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return _load_folder(name, converted_folder(path, progress), progress)
+    if path.is_dir():
+        return _load_folder(name, path, progress)
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ConfigError(f"model {name!r} is no directory, .gguf file, hub id (owner/name), smollm2 or tiny:FAMILY")
+    return _load_folder(name, _download(name, progress), progress)
+
+
+def _download(name: str, progress: Progress) -> Path:
+    from huggingface_hub import snapshot_download
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+    progress(f"download {name}", 0, 0)
+    try:
+        return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot download model {name!r} from the hub: {_one_line(error)}") from error
+
+
+def _load_folder(name: str, path: Path, progress: Progress) -> Model:
+    progress(f"load {name}", 0, 1)
+    try:
+        network, wrapper, config = _load_with_mlx_lm(str(path), return_config=True)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"cannot load model {name!r} from {path}: {_one_line(error)}") from error
+    mx.eval(network.parameters())
+    progress(f"load {name}", 1, 1)
+    return Model(name, network, Tokenizer(wrapper._tokenizer, wrapper.eos_token_ids), config, path)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

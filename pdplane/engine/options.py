@@ -1,0 +1,47 @@
+"""How an engine is set up; plain values, so a command line can make them without loading MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from pdplane.errors import ConfigError
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, done, total); total 0 when unknown."""
+
+KV_BITS = (2, 3, 4, 6, 8)
+KV_GROUP_SIZES = (32, 64, 128)
+
+
+def no_progress(name: str, done: int, total: int) -> None:
+    """Take no notice."""
+
+
+@attrs.frozen
+class EngineOptions:
+    """What a prefill and a decode engine must agree on, and the size of the arena.
+
+    `model` is an mlx-lm model directory, a hub id, a `.gguf` file, `smollm2`, or `tiny:FAMILY`; `seed` is used by the
+    tiny models only. `kv_bits` quantises the KV cache from the first chunk on.
+    """
+
+    model: str
+    prefill_step_size: int = 2048
+    block_tokens: int = 16
+    arena_bytes: int = 1 << 30
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("prefill_step_size", "block_tokens", "arena_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.kv_bits is not None and self.kv_bits not in KV_BITS:
+            raise ConfigError(f"kv_bits must be one of {', '.join(map(str, KV_BITS))}, not {self.kv_bits}")
+        if self.kv_group_size not in KV_GROUP_SIZES:
+            raise ConfigError(
+                f"kv_group_size must be one of {', '.join(map(str, KV_GROUP_SIZES))}, not {self.kv_group_size}"
+            )

@@ -1,0 +1,140 @@
+"""Cutting caches into pages of the arena, and assembling caches from them; numpy copies on the MLX thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+from pdplane.engine.caches import Leaf, Tensor
+from pdplane.engine.layout import KV, STATE, carried, field_id
+from pdplane.engine.untyped import Cache
+from pdplane.engine.views import Buffer, Numbers, bits_of, carrier
+from pdplane.errors import ConfigError
+from pdplane.ids import GroupId
+from pdplane.kv.arena import Arena
+from pdplane.kv.layout import Layout
+
+Blocks = Mapping[GroupId, Sequence[int]]
+
+_RESERVE = 256  # tokens a sequence can grow before MLX has to copy its cache
+_STEP = 256  # mlx-lm's caches grow by this many rows
+
+
+@attrs.frozen
+class _Run:
+    """Blocks with ascending ids side by side: `count` pages from page index `page` (block id - 1) and slot `slot`."""
+
+    slot: int
+    page: int
+    count: int
+
+
+class Pages:
+    """The arena seen as one array a field: shape (blocks, *field shape), without the null block."""
+
+    def __init__(self, layout: Layout, arena: Arena, leaves: Sequence[Leaf]) -> None:
+        self._block_tokens = layout.prefix_granularity
+        self._last = {group.group_id: group.page_count - 1 for group in layout.groups}
+        self._views = {
+            field_id(leaf, tensor): _view(layout, arena, leaf, tensor) for leaf in leaves for tensor in carried(leaf)
+        }
+
+    def check(self, blocks: Blocks, needed: Mapping[GroupId, int]) -> None:
+        """Raise ConfigError unless `blocks` are as many of each group as a prompt needs, all inside the arena."""
+        for group_id, count in needed.items():
+            ids = blocks.get(group_id, ())
+            if len(ids) != count:
+                raise ConfigError(f"the prompt needs {count} blocks of group {group_id!r}, not {len(ids)}")
+            if any(not 1 <= block <= self._last[group_id] for block in ids):
+                raise ConfigError(f"a block of group {group_id!r} lies outside 1..{self._last[group_id]}")
+
+    def cut(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
+        """Copy a cache of `length` tokens into its blocks; the rest of the last page becomes zeros."""
+        tensors = leaf.kind.take(cache)
+        for tensor in carried(leaf):
+            pages = self._views[field_id(leaf, tensor)]
+            source = bits_of(tensors[tensor.name])
+            if not leaf.kind.is_history:
+                pages[blocks[STATE][0] - 1] = source.reshape(tensor.shape)
+                continue
+            self._cut_rows(source[0], pages, blocks[KV], length)
+
+    def assemble(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
+        """Fill a fresh cache from its blocks; bytes beyond `length` tokens are never read.
+
+        Raises ValueError when a state's own indices do not fit the length.
+        """
+        tensors: dict[str, mx.array] = {}
+        for tensor in leaf.tensors:
+            buffer = Buffer(_buffer_shape(leaf, tensor, length), tensor.dtype)
+            if tensor in carried(leaf):
+                pages = self._views[field_id(leaf, tensor)]
+                if leaf.kind.is_history:
+                    self._join_rows(pages, buffer.view[0], blocks[KV], length)
+                else:
+                    buffer.view[...] = pages[blocks[STATE][0] - 1]
+            tensors[tensor.name] = buffer.take()
+        leaf.kind.give(cache, tensors, length)
+
+    def _cut_rows(self, source: Numbers, pages: Numbers, blocks: Sequence[int], length: int) -> None:
+        step = self._block_tokens
+        whole = length // step
+        for run in _runs(blocks[:whole]):
+            rows = source[:, run.slot * step : (run.slot + run.count) * step]
+            pages[run.page : run.page + run.count] = _paged(rows, run.count).swapaxes(0, 1)
+        if rest := length - whole * step:
+            last = pages[blocks[whole] - 1]
+            last[:, :rest] = source[:, whole * step : length]
+            last[:, rest:] = 0
+
+    def _join_rows(self, pages: Numbers, target: Numbers, blocks: Sequence[int], length: int) -> None:
+        step = self._block_tokens
+        whole = length // step
+        for run in _runs(blocks[:whole]):
+            rows = target[:, run.slot * step : (run.slot + run.count) * step]
+            _paged(rows, run.count)[...] = pages[run.page : run.page + run.count].swapaxes(0, 1)
+        if rest := length - whole * step:
+            target[:, whole * step : length] = pages[blocks[whole] - 1][:, :rest]
+
+
+def _view(layout: Layout, arena: Arena, leaf: Leaf, tensor: Tensor) -> Numbers:
+    field = layout.field(field_id(leaf, tensor))
+    first = int(layout.page_offsets(field.field_id, np.array([1], dtype=np.uint64))[0])
+    count = layout.group(field.group_id).page_count - 1
+    inner = [field.element_bytes * math.prod(field.shape[axis + 1 :]) for axis in range(len(field.shape))]
+    return np.ndarray(
+        (count, *field.shape),
+        dtype=carrier(tensor.dtype),
+        buffer=arena.bytes,
+        offset=first,
+        strides=(field.page_stride_bytes, *inner),
+    )
+
+
+def _paged(rows: Numbers, count: int) -> Numbers:
+    """(heads, count * tokens, width) as (heads, count, tokens, width), sharing memory."""
+    heads, total, width = rows.shape
+    by_head, by_row, by_element = rows.strides
+    tokens = total // count
+    strides = (by_head, tokens * by_row, by_row, by_element)
+    return np.lib.stride_tricks.as_strided(rows, (heads, count, tokens, width), strides)
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[_Run]:
+    if not blocks:
+        return
+    ids = np.asarray(blocks, dtype=np.int64)
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
+    for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+        yield _Run(int(start), int(ids[start]) - 1, int(end - start))
+
+
+def _buffer_shape(leaf: Leaf, tensor: Tensor, length: int) -> tuple[int, ...]:
+    if not leaf.kind.is_history:
+        return tensor.shape
+    heads, width = tensor.shape
+    return (1, heads, -(-(length + _RESERVE) // _STEP) * _STEP, width)

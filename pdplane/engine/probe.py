@@ -1,0 +1,47 @@
+"""Finding out what a model's caches look like, by running two short prompts through it. Runs on the MLX thread."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+
+from pdplane.engine.caches import Leaf, describe, refuse_unknown, walk
+from pdplane.engine.forward import Forward
+from pdplane.engine.model import Model
+from pdplane.engine.options import EngineOptions
+from pdplane.errors import ConfigError
+
+_LENGTHS = (1, 4)  # one token alone, and a chunk with its last token; a tensor that differs between them is refused
+
+
+def probe(model: Model, options: EngineOptions) -> tuple[Leaf, ...]:
+    """The model's cache leaves, the same for every prompt length.
+
+    Raises ConfigError for a cache that cannot be moved, or a model that cannot run with these options here.
+    """
+    caches = make_prompt_cache(model.network)
+    refuse_unknown(caches)
+    if options.kv_bits is not None:
+        for layer, _, cache in walk(caches):
+            if isinstance(cache, RotatingKVCache):
+                raise ConfigError(f"layer {layer} keeps a RotatingKVCache, which cannot be quantised (--kv-bits)")
+    found = [_leaves_after(model, options, length) for length in _LENGTHS]
+    for short, longer in zip(*found, strict=False):
+        if short != longer:
+            raise ConfigError(f"the cache of layer {short.layer} changes its shape with the prompt; it cannot be moved")
+    if len(found[0]) != len(found[1]):
+        raise ConfigError("the model fills other caches for other prompts; they cannot be moved")
+    return found[0]
+
+
+def _leaves_after(model: Model, options: EngineOptions, length: int) -> tuple[Leaf, ...]:
+    forward = Forward(model, options)
+    try:
+        for _ in forward.prefill_chunks([0] * length):
+            pass
+        forward.step(mx.array(0)).wait()
+        forward.settle()
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model {model.name!r} cannot run with these options: {reason}") from error
+    return describe(forward.caches, length)

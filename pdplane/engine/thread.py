@@ -1,0 +1,150 @@
+"""The one MLX thread of a process, and the cooperative jobs that take turns on it.
+
+MLX streams belong to the thread that made them and a lazy array cannot be evaluated elsewhere, so loading, probing
+and every evaluation happen on this thread. Work comes as generators: each `next` is one turn (one chunk of a prompt,
+one token of a sequence) and the jobs' turns are served first come, first served, which makes a round robin.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+from pdplane.engine.untyped import clear_streams
+from pdplane.errors import InternalError
+
+T = TypeVar("T")
+Turns = Generator[None, None, T]
+"""A job's work: yields at the end of each turn, returns the job's result."""
+
+
+class Job(Generic[T]):
+    """One piece of work on the MLX thread.
+
+    `future` ends with the generator's return value, with the exception that it raised, or with CancelledError. It
+    ends on the MLX thread after the job's last turn: once it is done, the job touches no arena block any more.
+    """
+
+    def __init__(self, make_turns: Callable[[], Turns[T]]) -> None:
+        self.future: Future[T] = Future()
+        self.future.set_running_or_notify_cancel()  # so Future.cancel() is refused: it would end before the turn does
+        self._cancelled = threading.Event()
+        self._make_turns = make_turns
+        self._turns: Turns[T] | None = None
+
+    def cancel(self) -> None:
+        """Ask the job to end at its next turn; harmless when it has ended. Any thread may call this."""
+        self._cancelled.set()
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Wait for the job; raises what the job raised, CancelledError, or TimeoutError."""
+        return self.future.result(timeout_s)
+
+    def _turn(self, *, closing: bool) -> bool:
+        """Run one turn on the MLX thread; True when another one is wanted."""
+        if closing or self._cancelled.is_set():
+            self._drop_turns()
+            self.future.set_exception(CancelledError("the engine closes" if closing else "cancelled"))
+            return False
+        if self._turns is None:
+            self._turns = self._make_turns()
+        try:
+            next(self._turns)
+        except StopIteration as stop:
+            self._turns = None
+            self.future.set_result(stop.value)
+            return False
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        self._turns = None
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def _drop_turns(self) -> None:
+        if self._turns is not None:
+            self._turns.close()
+            self._turns = None
+
+
+class EngineThread:
+    """One permanent thread; `submit` queues jobs on it, `close` ends them and joins it.
+
+    The executor behind it has exactly one worker, which it never replaces. An exception in a turn ends in that
+    turn's own future and from there in its job; the thread goes on with the others.
+    """
+
+    def __init__(self, name: str = "pdplane-mlx") -> None:
+        self._name = name
+        self._lock = threading.RLock()  # reentrant: a turn that failed at once reports from inside submit
+        self._closing = False
+        self._executor: ThreadPoolExecutor | None = None
+        self._active = 0
+
+    def start(self) -> None:
+        """Start the thread; harmless when it runs."""
+        with self._lock:
+            if self._closing:
+                raise InternalError("the engine thread was closed and cannot start again")
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
+
+    @property
+    def active_jobs(self) -> int:
+        """Jobs that were submitted and have not ended."""
+        return self._active
+
+    def submit(self, make_turns: Callable[[], Turns[T]]) -> Job[T]:
+        """Queue a job; `make_turns` is called on the MLX thread. Raises InternalError when the thread does not run."""
+        job = Job(make_turns)
+        with self._lock:
+            if self._executor is None or self._closing:
+                raise InternalError("the engine thread is not running")
+            self._active += 1
+            job.future.add_done_callback(self._ended)
+            self._schedule(self._executor, job)
+        return job
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run one function on the MLX thread and wait for its result; raises what it raised."""
+
+        def turns() -> Turns[T]:
+            yield from ()
+            return function()
+
+        return self.submit(turns).result()
+
+    def close(self) -> None:
+        """End every job at its next turn and join the thread; idempotent."""
+        with self._lock:
+            first, self._closing = not self._closing, True
+            executor = self._executor
+            if executor is not None and first:
+                # A thread that ends with live MLX streams can abort the process at exit ("terminate called").
+                executor.submit(clear_streams)
+        if executor is not None:
+            executor.shutdown(wait=True)
+
+    def _schedule(self, executor: ThreadPoolExecutor, job: Job[T]) -> None:
+        executor.submit(self._take_turn, executor, job).add_done_callback(lambda turn: _report(turn, job))
+
+    def _take_turn(self, executor: ThreadPoolExecutor, job: Job[T]) -> None:
+        wants_more = job._turn(closing=self._closing)
+        while wants_more:
+            with self._lock:
+                if not self._closing:
+                    self._schedule(executor, job)
+                    return
+            wants_more = job._turn(closing=True)
+
+    def _ended(self, _future: Future[T]) -> None:
+        with self._lock:
+            self._active -= 1
+
+
+def _report(turn: Future[None], job: Job[T]) -> None:
+    error = turn.exception()
+    if error is not None:
+        job._fail(error)

@@ -1,0 +1,78 @@
+"""What mlx, mlx-lm and transformers leave without types, given types in this one place."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import mlx.nn
+import mlx.utils
+from mlx_lm.generate import maybe_quantize_kv_cache
+
+Cache: TypeAlias = Any
+"""One of mlx-lm's cache objects."""
+Network: TypeAlias = Any
+"""An `mlx.nn.Module`, called with (tokens, cache=...) it gives logits."""
+HuggingFaceTokenizer: TypeAlias = Any
+
+_nn: Any = mlx.nn
+_utils: Any = mlx.utils
+_mx: Any = mx
+_maybe_quantize: Any = maybe_quantize_kv_cache
+
+
+def make_network(model_type: str, config: Mapping[str, object]) -> Network:
+    """A fresh network of one of mlx-lm's families."""
+    family: Any = importlib.import_module(f"mlx_lm.models.{model_type}")
+    return family.Model(family.ModelArgs.from_dict(dict(config)))
+
+
+def parameters(network: Network) -> Iterator[tuple[str, mx.array]]:
+    """Every weight by its dotted name."""
+    yield from _utils.tree_flatten(network.parameters())
+
+
+def replace_parameters(network: Network, replace: Callable[[str, mx.array], mx.array]) -> None:
+    """Put `replace(name, weight)` in the place of every weight."""
+    network.update(_utils.tree_map_with_path(replace, network.parameters()))
+
+
+def quantise_network(network: Network, *, group_size: int, bits: int) -> None:
+    """Quantise every layer that can be; raises ValueError when a width does not divide."""
+    _nn.quantize(network, group_size=group_size, bits=bits)
+
+
+def load_gguf(file: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """Tensors and metadata of a GGUF file; raises RuntimeError or ValueError when it is damaged."""
+    tensors, metadata = _mx.load(str(file), format="gguf", return_metadata=True)
+    return tensors, metadata
+
+
+def evaluate_later(*arrays: mx.array) -> None:
+    """Start computing without waiting."""
+    _mx.async_eval(*arrays)
+
+
+def number(array: mx.array) -> int | float:
+    """The value of a scalar array; waits for it."""
+    value = array.item()
+    if isinstance(value, complex):
+        raise TypeError("a complex scalar")
+    return value
+
+
+def quantise_caches(caches: list[Cache], *, group_size: int, bits: int | None) -> None:
+    """Replace every plain cache by a quantised one, as mlx-lm does after each step; nothing when `bits` is None."""
+    _maybe_quantize(caches, quantized_kv_start=0, kv_group_size=group_size, kv_bits=bits)
+
+
+def clear_streams() -> None:
+    """End the calling thread's streams; its arrays can be read afterwards, but nothing more be computed from them."""
+    _mx.clear_streams()
+
+
+def mlx_version() -> str:
+    return str(_mx.__version__)

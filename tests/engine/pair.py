@@ -1,0 +1,129 @@
+"""A prefill and a decode engine in one process, with their arenas joined by the planned copies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import attrs
+import numpy as np
+
+from pdplane.engine.decode import DecodeEngine, DecodeRequest, FinishReason, Token
+from pdplane.engine.options import EngineOptions
+from pdplane.engine.pages import Blocks
+from pdplane.engine.prefill import FirstToken, PrefillEngine
+from pdplane.engine.reference import single_process
+from pdplane.ids import Rank
+from pdplane.kv.copies import plan_copies
+from pdplane.kv.manifest import build_manifest
+from pdplane.kv.pool import Pool
+from pdplane.kv.routes import plan_route
+
+BLOCK_TOKENS = 8
+STEP_SIZE = 24
+GARBAGE = 0xFF  # NaN in every float type: a byte that is read by mistake shows
+
+
+@attrs.frozen
+class Run:
+    """One disaggregated sequence."""
+
+    tokens: tuple[Token, ...]
+    reason: FinishReason
+
+
+class Pair:
+    """Two started engines; each has its own MLX thread and its own weights, as in two processes."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.prefill = PrefillEngine(options)
+        self.decode = DecodeEngine(options)
+        self.prefill.start()
+        self.decode.start()
+        self._pools = Pool(self.prefill.layout), Pool(self.decode.layout)
+
+    def close(self) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+    def run(self, prompt: Sequence[int], max_tokens: int, *, stop_ids: frozenset[int] = frozenset()) -> Run:
+        """Prefill, move, decode; blocks are scattered, full of garbage before, and garbage again once assembled."""
+        with (
+            self._blocks(self._pools[0], len(prompt), 1) as ours,
+            self._blocks(self._pools[1], len(prompt), 2) as theirs,
+        ):
+            self.prefill.arena.bytes.fill(GARBAGE)
+            self.decode.arena.bytes.fill(GARBAGE)
+            first = self.start(prompt, ours)
+            self.move(ours, theirs, len(prompt))
+            return self.finish(prompt, theirs, first, max_tokens, stop_ids)
+
+    def start(self, prompt: Sequence[int], blocks: Blocks) -> FirstToken:
+        steps: list[int] = []
+        first = self.prefill.prefill(prompt, blocks, steps.extend, keep_row=True).result(60)
+        assert steps == list(range(len(self.prefill.layout.steps)))
+        return first
+
+    def move(self, ours: Blocks, theirs: Blocks, prompt_len: int) -> None:
+        """Copy the pages between the arenas, the way a transport is told to."""
+        zero = Rank(0)
+        route = plan_route(self.prefill.layout, self.decode.layout, 1, zero, 1, zero)
+        assert route is not None
+        manifest = build_manifest(self.decode.layout, theirs, 0, prompt_len)
+        copies = plan_copies(route, self.prefill.layout, ours, self.decode.layout, manifest)
+        for source, target, length in zip(copies.source, copies.destination, copies.length, strict=True):
+            self.decode.arena.bytes[target : target + length] = self.prefill.arena.bytes[source : source + length]
+
+    def finish(
+        self, prompt: Sequence[int], blocks: Blocks, first: FirstToken, max_tokens: int, stop_ids: frozenset[int]
+    ) -> Run:
+        tokens: list[Token] = []
+        assembled: list[None] = []
+
+        def on_assembled() -> None:
+            assembled.append(None)
+            self.decode.arena.bytes.fill(GARBAGE)  # the blocks have other owners now
+
+        request = DecodeRequest(tuple(prompt), blocks, first.token, first.logprob, max_tokens, stop_ids, keep_rows=True)
+        reason = self.decode.decode(request, tokens.append, on_assembled).result(60)
+        assert len(assembled) == 1
+        assert (tokens[0].token, tokens[0].logprob) == (first.token, first.logprob)
+        return Run((attrs.evolve(tokens[0], logprobs=first.logprobs), *tokens[1:]), reason)
+
+    def reference(
+        self, prompt: Sequence[int], max_tokens: int, *, stop_ids: frozenset[int] = frozenset()
+    ) -> list[Token]:
+        """The same by mlx-lm alone, with the decode engine's weights."""
+        model = self.decode.opened.model
+        return self.decode.thread.call(
+            lambda: single_process(model, prompt, max_tokens, self.options, stop_ids=stop_ids, keep_rows=True)
+        )
+
+    def check(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Assert that ids and whole rows of log-probabilities are equal, bit for bit."""
+        got, wanted = self.run(prompt, max_tokens).tokens, self.reference(prompt, max_tokens)
+        assert [token.token for token in got] == [token.token for token in wanted]
+        for place, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+            assert ours.logprob == theirs.logprob, f"log-probability of token {place}"
+            assert ours.logprobs is not None and theirs.logprobs is not None
+            assert np.array_equal(ours.logprobs.view(np.uint32), theirs.logprobs.view(np.uint32)), f"row {place}"
+
+    @contextmanager
+    def _blocks(self, pool: Pool, prompt_len: int, seed: int) -> Iterator[Blocks]:
+        blocks = pool.allocate(self.prefill.blocks_needed(prompt_len))
+        order = random.Random(seed)
+        yield {group_id: tuple(order.sample(ids, len(ids))) for group_id, ids in blocks.items()}
+        pool.release(blocks)
+
+
+def options(model: str, **changes: int | None) -> EngineOptions:
+    """Small chunks, small blocks and a small arena, so that short prompts cover every border."""
+    small = EngineOptions(model, prefill_step_size=STEP_SIZE, block_tokens=BLOCK_TOKENS, arena_bytes=16 << 20)
+    return attrs.evolve(small, **changes)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    order = random.Random(seed)
+    return [order.randrange(2, 300) for _ in range(length)]
