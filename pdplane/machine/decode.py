@@ -13,14 +13,15 @@ from functools import singledispatchmethod
 import attrs
 
 from pdplane.errors import LocalProtocolError, ProtocolError, RoomFailed
-from pdplane.ids import Generation, Life, Room
+from pdplane.ids import Endpoint, Generation, Life, Room
 from pdplane.kv.copies import expected_bytes
 from pdplane.kv.layout import Layout
 from pdplane.machine import events
 from pdplane.machine.actions import CloseWindow, DecodeAction, Deliver, Fail, LookUp, Offer, OpenWindow, Tell, WakeAt
 from pdplane.machine.decode_room import DecodeRoom
+from pdplane.machine.graveyard import Graveyard, Tombstone
 from pdplane.machine.peers import DecodeTurn, Link, Peer, Peers
-from pdplane.machine.room import DecodeMove, DecodeState, Graveyard
+from pdplane.machine.room import DecodeMove, DecodeState
 from pdplane.machine.settings import DecodeSettings
 from pdplane.machine.timers import Timers
 from pdplane.machine.turn import Turn
@@ -64,18 +65,19 @@ class DecodeMachine:
         self._peers = Peers(settings, layout, life, registration, fingerprint)
         self._session = registration.session
         self._rooms: dict[Room, DecodeRoom] = {}
-        self._graveyard = Graveyard(settings.tombstone_s)
+        self._graveyard = Graveyard()
         self._timers: Timers[Room] = Timers()
         self._rejected: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
+        self._closing: str | None = None
 
     def handle(self, event: events.DecodeEvent, now: float) -> list[DecodeAction]:
         """Take one event in and give the actions that it causes, the next wake-up last."""
         turn: DecodeTurn = Turn(now)
         self._on(event, turn)
         self._expire(turn)
-        wake = [time for time in (self._timers.earliest(), self._peers.earliest()) if time is not None]
-        if wake:
+        deadlines = self._timers.earliest(), self._peers.earliest(), self._graveyard.earliest()
+        if wake := [time for time in deadlines if time is not None]:
             turn.add(WakeAt(min(wake)))
         return turn.actions
 
@@ -100,6 +102,7 @@ class DecodeMachine:
 
     @_on.register
     def _(self, event: events.Closing, turn: DecodeTurn) -> None:
+        self._closing = event.cause
         for room in list(self._rooms.values()):
             self._break(turn, room, event.cause)
 
@@ -114,8 +117,9 @@ class DecodeMachine:
         if event.room in self._rooms:
             turn.add(Fail(event.room, event.ticket, LocalProtocolError(f"room {event.room} is live")))
             return
-        if len(self._rooms) >= self._settings.max_rooms:
-            turn.add(Fail(event.room, event.ticket, RoomFailed(event.room, "too many live rooms")))
+        full = "too many live rooms" if len(self._rooms) >= self._settings.max_rooms else None
+        if cause := self._closing or full:
+            turn.add(Fail(event.room, event.ticket, RoomFailed(event.room, cause)))
             return
         room = self._rooms[event.room] = DecodeRoom(event, turn.now)
         self._timers.set(event.room, turn.now + self._settings.bootstrap_timeout_s)
@@ -132,8 +136,8 @@ class DecodeMachine:
             peer = None
         if peer is not None:
             peer.suspect = False
-        room = self._rooms.get(event.room)
-        if room is None or room.state is not DecodeState.RESOLVING or room.request.bootstrap != event.bootstrap:
+        room = self._resolving(event.room, event.bootstrap)
+        if room is None:
             return
         if peer is not None and peer.draining:
             self._break(turn, room, "prefill is draining")
@@ -150,8 +154,8 @@ class DecodeMachine:
         for peer in self._peers:
             if peer.suspect and peer.key[0] == event.bootstrap:
                 self._lose(turn, peer, f"prefill is gone: {event.cause}")
-        room = self._rooms.get(event.room)
-        if room and room.state is DecodeState.RESOLVING and room.peer is None:
+        room = self._resolving(event.room, event.bootstrap)
+        if room is not None and room.peer is None:
             self._break(turn, room, event.cause)
 
     @_on.register
@@ -167,11 +171,12 @@ class DecodeMachine:
                 self._registered(turn, peer, link, life)
             case Refused() as refused:
                 cause = f"{refused.field} differs: prefill has {refused.ours}, this decode has {refused.theirs}"
-                self._lose(turn, peer, f"prefill refuses this decode: {cause}")
+                self._lose(turn, peer, f"prefill refuses this decode: {cause}", again=False)
             case UnknownSession():
-                self._peers.introduce(turn, link)
-            case Failed(number, generation, cause):
-                self._failed_by_prefill(turn, number, generation, cause)
+                if link.registered:  # else our registration is on its way already
+                    self._peers.introduce(turn, link)
+            case Failed() as failed:
+                self._failed_by_prefill(turn, peer, failed)
             case other if not peer.note(link, other):
                 self._rejected["notice"] += 1
 
@@ -183,9 +188,12 @@ class DecodeMachine:
             return
         peer, link = known
         link.heard = turn.now
-        generation = link.announced.pop(status.room, Generation(0))
-        room = self._live(turn, status.room, generation)
-        if room is None or room.peer != peer.key or status.prefill_rank not in room.expected:
+        generation = link.announced.pop(status.room, None)
+        if generation is None and status.code is StatusCode.FAILED:
+            # Not said of which use: to fail a healthy one costs a request, to wait for nothing costs its time.
+            generation = self._generation_of(status.room)
+        room = self._live(turn, status.room, generation or Generation(0), peer)
+        if room is None or status.prefill_rank not in room.expected:
             return
         match status.code:
             case StatusCode.SUCCESS:
@@ -197,7 +205,7 @@ class DecodeMachine:
 
     @_on.register
     def _(self, event: events.Landed, turn: DecodeTurn) -> None:
-        room = self._live(turn, event.room, event.generation)
+        room = self._live(turn, event.room, event.generation, None)
         if room is None or event.prefill_rank not in room.expected:
             return
         if event.nbytes > room.expected[event.prefill_rank]:
@@ -215,7 +223,7 @@ class DecodeMachine:
 
     def _registered(self, turn: DecodeTurn, peer: Peer, link: Link, life: Life) -> None:
         if life != link.channel.life:
-            self._lose(turn, peer, "another life of prefill answered")
+            self._lose(turn, peer, "another life of prefill answered", again=False)
             return
         if link.registered:
             return
@@ -233,33 +241,51 @@ class DecodeMachine:
         if peer.is_joined:
             self._move(turn, room, DecodeMove.JOINED)
 
-    def _lose(self, turn: DecodeTurn, peer: Peer, cause: str) -> None:
-        self._peers.forget(turn, peer)
+    def _lose(self, turn: DecodeTurn, peer: Peer, cause: str, *, again: bool = True) -> None:
+        """Forget a peer. Its rooms break, but those that offered nothing yet may look for it again."""
         self._totals["peers_lost"] += 1
-        for room in list(self._rooms.values()):
-            if room.peer == peer.key:
+        mine = [room for room in self._rooms.values() if room.peer == peer.key]
+        for room in mine:
+            if room.state is DecodeState.RESOLVING and again:
                 room.peer = None
+                turn.add(LookUp(room.request.bootstrap, room.request.room))
+            else:
                 self._break(turn, room, cause)
+        self._peers.forget(turn, peer)
 
     # ---- rooms
 
-    def _live(self, turn: DecodeTurn, number: Room, generation: Generation) -> DecodeRoom | None:
-        """The waiting room of exactly this generation; anything else is counted by what it is."""
+    def _resolving(self, number: Room, bootstrap: Endpoint) -> DecodeRoom | None:
+        """The room that waits for this look-up."""
+        room = self._rooms.get(number)
+        if room is None or room.state is not DecodeState.RESOLVING or room.request.bootstrap != bootstrap:
+            return None
+        return room
+
+    def _generation_of(self, number: Room) -> Generation | None:
+        room = self._rooms.get(number)
+        return room.generation if room else None
+
+    def _live(self, turn: DecodeTurn, number: Room, generation: Generation, peer: Peer | None) -> DecodeRoom | None:
+        """The waiting room of exactly this generation (and this peer); anything else is counted by what it is."""
         room = self._rooms.get(number)
         if room is not None and room.generation == generation and room.state is DecodeState.WAITING:
-            return room
+            if peer is None or room.peer == peer.key:
+                return room
+            self._rejected["foreign_peer"] += 1
+            return None
         buried = room is not None or self._graveyard.find(number, turn.now) is not None
         self._rejected["late" if buried else "unknown_room"] += 1
         return None
 
-    def _failed_by_prefill(self, turn: DecodeTurn, number: Room, generation: Generation, cause: str) -> None:
-        if room := self._live(turn, number, generation):
-            self._break(turn, room, f"prefill: {cause}")
+    def _failed_by_prefill(self, turn: DecodeTurn, peer: Peer, failed: Failed) -> None:
+        if room := self._live(turn, failed.room, failed.generation, peer):
+            self._break(turn, room, f"prefill: {failed.cause}")
 
     def _succeeded(self, turn: DecodeTurn, room: DecodeRoom, status: Status) -> None:
-        room.successes.setdefault(status.prefill_rank, status)
+        first = room.successes.setdefault(status.prefill_rank, status) is status
         self._move(turn, room, DecodeMove.REPORTED)
-        if room.has_every_status and not room.has_every_byte:
+        if first and room.has_every_status and not room.has_every_byte:
             # Success follows the last acknowledgement: what has not landed by now will hardly come
             self._timers.set(room.request.room, turn.now + self._settings.late_bytes_s)
         self._complete(turn, room)
@@ -290,7 +316,7 @@ class DecodeMachine:
         if before is DecodeState.WAITING:
             turn.add(CloseWindow(number, room.generation))
         del self._rooms[number]
-        self._graveyard.bury(number, room.cause, frozenset(), turn.now)
+        self._graveyard.bury(number, Tombstone(room.cause, turn.now + self._settings.tombstone_s))
         self._totals[room.state.value] += 1
         delivered = room.delivered() if room.state is DecodeState.READY else None
         if delivered is not None:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import attrs
 
+from pdplane.errors import WireError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room
 from pdplane.kv.compat import compare_layouts
 from pdplane.kv.layout import Layout
@@ -131,6 +132,8 @@ class Peers:
         compare_layouts(self._layout, found.layout)
         sizes = len(found.ranks), self._settings.tp_size
         me = self._settings.tp_rank
+        if sorted(rank.prefill_rank for rank in found.ranks) != list(range(len(found.ranks))):
+            raise WireError("ranks", "the rendezvous does not name every prefill rank once")
         contacts = contact_order(found.layout, self._layout, *sizes, me)
         senders = expected_prefill_ranks(found.layout, self._layout, *sizes, me)
         routes = {rank: plan_route(found.layout, self._layout, sizes[0], rank, sizes[1], me) for rank in senders}
@@ -164,6 +167,8 @@ class Peers:
     def forget(self, turn: DecodeTurn, peer: Peer) -> None:
         self._timers.drop(peer.key)
         del self._peers[peer.key]
+        if all(other.key[0] != peer.key[0] for other in self._peers.values()):
+            self._sizes.pop(peer.key[0], None)
         turn.add(*(Disconnect(link.channel) for link in peer.links.values()))
 
     def tend(self, turn: DecodeTurn) -> list[Peer]:

@@ -3,42 +3,30 @@
     decode's offer + the request -> Windowed -> pushes -> every push acknowledged -> Success -> Release
 
 A room that breaks tells its decode ranks and its caller at once, and releases its source blocks only when
-no push reads them any more.
+no push reads them any more. Each ticket gets one Succeed or Fail, and one Release.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from functools import singledispatchmethod
 
 import attrs
 
-from pdplane.errors import LocalProtocolError, RoomFailed, WireError
-from pdplane.ids import Generation, Life, Rank, Room
+from pdplane.errors import LocalProtocolError, PdplaneError, RoomFailed, WireError
+from pdplane.ids import Generation, Life, Room
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, validate_manifest
 from pdplane.machine import events
-from pdplane.machine.actions import CancelPush, Fail, PrefillAction, Push, Release, Send, Succeed, WakeAt, Windowed
+from pdplane.machine.actions import Fail, PrefillAction, Release, Send, WakeAt
+from pdplane.machine.graveyard import is_over
 from pdplane.machine.prefill_room import Offered, PrefillRoom
-from pdplane.machine.room import Graveyard, PrefillMove, PrefillState
+from pdplane.machine.prefill_rooms import PrefillRooms
+from pdplane.machine.room import PrefillMove, PrefillState
 from pdplane.machine.session import PrefillTurn, Session, Sessions
 from pdplane.machine.settings import PrefillSettings
-from pdplane.machine.timers import Timers
 from pdplane.machine.turn import Turn
-from pdplane.messages import (
-    Cancel,
-    Drain,
-    Failed,
-    Fingerprint,
-    Hello,
-    Notice,
-    Ping,
-    Status,
-    StatusCode,
-    UnknownSession,
-    Window,
-)
+from pdplane.messages import Cancel, Drain, Fingerprint, Hello, Ping, UnknownSession, Window
 
 
 @attrs.frozen
@@ -57,37 +45,33 @@ class PrefillMachine:
     """Rooms and sessions of one prefill rank. Not thread-safe: one owner."""
 
     def __init__(self, settings: PrefillSettings, layout: Layout, life: Life, fingerprint: Fingerprint) -> None:
-        self._settings = settings
         self._rejected: Counter[str] = Counter()
-        self._totals: Counter[str] = Counter()
         self._sessions = Sessions(settings, layout, life, fingerprint, self._rejected)
-        self._rooms: dict[Room, PrefillRoom] = {}
-        self._graveyard = Graveyard(settings.tombstone_s)
-        self._timers: Timers[Room] = Timers()
-        self._pushes = itertools.count(1)
+        self._rooms = PrefillRooms(settings, self._sessions)
+        self._closing: str | None = None
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[PrefillAction]:
         """Take one event in and give the actions that it causes, the next wake-up last."""
         turn: PrefillTurn = Turn(now)
         self._on(event, turn)
-        self._expire(turn)
-        wake = [time for time in (self._timers.earliest(), self._sessions.earliest()) if time is not None]
+        self._rooms.expire(turn)
+        self._rooms.lost(turn, self._sessions.silent(turn), "the decode rank fell silent")
+        wake = [time for time in (self._rooms.earliest(), self._sessions.earliest()) if time is not None]
         if wake:
             turn.add(WakeAt(min(wake)))
         return turn.actions
 
     def counts(self) -> PrefillCounts:
-        rooms = Counter(room.state.value for room in self._rooms.values())
         return PrefillCounts(
-            rooms=dict(rooms),
+            rooms=dict(self._rooms.states()),
             sessions=self._sessions.counts(),
-            pushes=sum(len(room.pushes) for room in self._rooms.values()),
-            tombstones=len(self._graveyard),
+            pushes=self._rooms.pushes,
+            tombstones=self._rooms.tombstones,
             rejected=dict(self._rejected),
-            totals=dict(self._totals),
+            totals=dict(self._rooms.totals),
         )
 
-    # ---- events
+    # ---- what peers say
 
     @singledispatchmethod
     def _on(self, event: events.PrefillEvent, turn: PrefillTurn) -> None:
@@ -95,18 +79,7 @@ class PrefillMachine:
 
     @_on.register
     def _(self, event: events.Tick, turn: PrefillTurn) -> None:
-        """Everything that time causes happens in `_expire`."""
-
-    @_on.register
-    def _(self, event: events.Closing, turn: PrefillTurn) -> None:
-        self._sessions.tell_all(turn, Drain(event.cause))
-        for room in list(self._rooms.values()):
-            self._break(turn, room, event.cause)
-
-    @_on.register
-    def _(self, event: events.RoomCancelled, turn: PrefillTurn) -> None:
-        if room := self._current(event.room, event.ticket):
-            self._break(turn, room, event.cause)
+        """Everything that time causes happens after each event."""
 
     @_on.register
     def _(self, event: events.NoticeReceived, turn: PrefillTurn) -> None:
@@ -115,7 +88,7 @@ class PrefillMachine:
             return
         match event.notice:
             case Hello() as hello:
-                self._sessions.hello(peer, hello)
+                self._sessions.hello(turn, peer, hello)
             case Window() as window:
                 self._sessions.announce(peer, window)
             case Cancel() as cancel:
@@ -127,7 +100,7 @@ class PrefillMachine:
 
     @_on.register
     def _(self, event: events.RegistrationReceived, turn: PrefillTurn) -> None:
-        self._lost(turn, self._sessions.register(turn, event), "the decode rank registered again")
+        self._rooms.lost(turn, self._sessions.register(turn, event), "the decode rank registered again")
 
     @_on.register
     def _(self, event: events.RegistrationRejected, turn: PrefillTurn) -> None:
@@ -135,7 +108,7 @@ class PrefillMachine:
 
     @_on.register
     def _(self, event: events.DataConnected, turn: PrefillTurn) -> None:
-        self._lost(turn, self._sessions.connected(turn, event), "the decode rank restarted")
+        self._rooms.lost(turn, self._sessions.connected(turn, event), "the decode rank restarted")
 
     @_on.register
     def _(self, event: events.DataLost, turn: PrefillTurn) -> None:
@@ -144,243 +117,183 @@ class PrefillMachine:
     @_on.register
     def _(self, event: events.Undeliverable, turn: PrefillTurn) -> None:
         self._rejected["undeliverable"] += 1
-        self._lost(turn, self._sessions.lose(turn, event.identity), "the decode rank's connection is gone")
+        self._rooms.lost(turn, self._sessions.lose(turn, event.identity), "the decode rank's connection is gone")
 
     @_on.register
     def _(self, event: events.PreallocationReceived, turn: PrefillTurn) -> None:
-        peer = self._sessions.hear(turn, event.identity)
-        window = peer.windows.pop(event.room, None) if peer else None
+        self._sessions.hear(turn, event.identity)
+        window = self._sessions.announced(event.identity, event.room)
         session = self._sessions.owner(event.identity, event.session)
-        generation = window.generation if window else Generation(0)
         if session is None:
             self._unknown_session(turn, event)
             return
-        offer = Offered(session, generation, event.manifest, window.prompt_hash if window else "")
-        self._offered(turn, event.room, offer)
+        generation, prompt_hash = (window.generation, window.prompt_hash) if window else (Generation(0), "")
+        self._offered(turn, event.room, Offered(session, generation, event.manifest, prompt_hash))
 
     @_on.register
     def _(self, event: events.PreallocationRejected, turn: PrefillTurn) -> None:
-        peer = self._sessions.hear(turn, event.identity)
-        window = peer.windows.pop(event.room, None) if peer else None
-        self._rejected["preallocation"] += 1
+        self._sessions.hear(turn, event.identity)
+        window = self._sessions.announced(event.identity, event.room)
         generation = window.generation if window else Generation(0)
-        self._tell_failed(turn, event.identity, event.room, generation, event.reason)
+        session = self._sessions.owner(event.identity, event.session)
+        if session is None:
+            self._rejected["preallocation"] += 1
+            self._rooms.tell_failed(turn, event.identity, event.room, generation, event.reason)
+            return
+        self._unusable(turn, event.room, session, generation, event.reason)
+
+    # ---- what callers and transports say
+
+    @_on.register
+    def _(self, event: events.Closing, turn: PrefillTurn) -> None:
+        self._closing = event.cause
+        self._sessions.tell_all(turn, Drain(event.cause))
+        for room in self._rooms:
+            self._rooms.break_(turn, room, event.cause)
+
+    @_on.register
+    def _(self, event: events.RoomCancelled, turn: PrefillTurn) -> None:
+        if room := self._rooms.current(event.room, event.ticket):
+            self._rooms.break_(turn, room, event.cause)
 
     @_on.register
     def _(self, event: events.PrefillRequested, turn: PrefillTurn) -> None:
-        room = self._rooms.get(event.room)
-        if room is not None and room.request is not None:
-            turn.add(Fail(event.room, event.ticket, LocalProtocolError(f"room {event.room} is live")))
+        if refusal := self._request_refusal(turn, event):
+            turn.add(Fail(event.room, event.ticket, refusal), Release(event.room, event.ticket))
             return
-        if room is None and len(self._rooms) >= self._settings.max_rooms:
-            turn.add(Fail(event.room, event.ticket, RoomFailed(event.room, "too many live rooms")))
-            return
-        self._graveyard.clear(event.room)
-        room = room or self._new_room(turn, event.room)
+        room = self._rooms.get(event.room) or self._rooms.open(turn, event.room)
         room.request = event
-        self._move(turn, room, PrefillMove.REQUESTED)
-        if conflict := room.prompt_conflict():
-            self._break(turn, room, conflict)
-        elif room.is_complete:
-            self._move(turn, room, PrefillMove.COMPLETED)
+        self._rooms.move(turn, room, PrefillMove.REQUESTED)
+        self._settle(turn, room)
 
     @_on.register
     def _(self, event: events.PushRequested, turn: PrefillTurn) -> None:
-        room = self._current(event.room, event.ticket)
-        if room is None or room.state is not PrefillState.WINDOWED:
-            return  # it failed meanwhile; its caller has been told
+        room = self._rooms.current(event.room, event.ticket)
+        if room is None:
+            return  # it ended meanwhile; its caller has been told
+        if room.state is not PrefillState.WINDOWED:
+            self._rooms.break_(turn, room, f"pushed while the room is {room.state.value}")
+            return
+        wanted = {destination.session for destination in room.destinations}
+        if not event.copies.keys() <= wanted:
+            self._rooms.break_(turn, room, "pushed to a session that the room does not have")
+            return
         for session_id, copies in event.copies.items():
-            offer, number = room.offers[session_id], next(self._pushes)
-            room.pushes.add(number)
-            turn.add(Push(session_id, offer.session.life, room.room, offer.generation, number, copies))
+            self._rooms.push(turn, room, session_id, copies)
 
     @_on.register
     def _(self, event: events.PushEnded, turn: PrefillTurn) -> None:
-        room = self._rooms.get(event.room)
-        if room is None or event.push not in room.pushes:
-            return
-        room.pushes.discard(event.push)
-        if event.cause is None:
-            self._move(turn, room, PrefillMove.PUSHED)
-        else:
-            self._break(turn, room, f"push to {event.session} failed: {event.cause}")
-        self._drain(turn, room)
+        cause = None if event.cause is None else f"push to {event.session} failed: {event.cause}"
+        self._rooms.push_ended(turn, event.push, cause)
 
     @_on.register
     def _(self, event: events.RoomFinished, turn: PrefillTurn) -> None:
-        room = self._current(event.room, event.ticket)
-        if room is None or room.state is not PrefillState.WINDOWED:
+        room = self._rooms.current(event.room, event.ticket)
+        if room is None or room.state is PrefillState.FINISHING:
+            return  # it ended meanwhile, or this was said before
+        if room.state is not PrefillState.WINDOWED:
+            self._rooms.break_(turn, room, f"finished while the room is {room.state.value}")
             return
         room.finish = event
-        self._move(turn, room, PrefillMove.FINISHED)
-        self._drain(turn, room)
+        self._rooms.move(turn, room, PrefillMove.FINISHED)
+        self._rooms.drain(turn, room)
+
+    def _request_refusal(self, turn: PrefillTurn, event: events.PrefillRequested) -> PdplaneError | None:
+        room = self._rooms.get(event.room)
+        if room is not None and room.request is not None:
+            return LocalProtocolError(f"room {event.room} is live")
+        if self._closing is not None:
+            return RoomFailed(event.room, self._closing)
+        stone = self._rooms.tombstone(event.room, turn.now)
+        if stone is not None and stone.requested and stone.is_raw:
+            return LocalProtocolError(f"room {event.room} has just ended and its peer cannot tell uses apart")
+        if room is None and self._rooms.is_full:
+            self._rooms.evict(turn)
+            return RoomFailed(event.room, "too many live rooms") if self._rooms.is_full else None
+        return None
 
     # ---- offers
 
     def _offered(self, turn: PrefillTurn, number: Room, offer: Offered) -> None:
-        if refusal := self._refusal(turn, number, offer):
-            self._rejected["preallocation"] += 1
-            self._tell_failed(turn, offer.session.identity, number, offer.generation, refusal)
-            return
         room = self._rooms.get(number)
-        known = room.offers.get(offer.session.id) if room else None
-        if known is not None or self._is_late(turn, number, offer):
+        if self._is_late(turn, number, room, offer):
             self._rejected["late"] += 1
             return
-        room = room or self._new_room(turn, number)
-        room.offers[offer.session.id] = offer
-        self._move(turn, room, PrefillMove.OFFERED)
-        if conflict := room.offers_conflict() or room.prompt_conflict():
-            self._break(turn, room, conflict)
-        elif room.state is PrefillState.OPENED and room.is_complete:
-            self._move(turn, room, PrefillMove.COMPLETED)
-
-    def _is_late(self, turn: PrefillTurn, number: Room, offer: Offered) -> bool:
-        stone = None if number in self._rooms else self._graveyard.find(number, turn.now)
-        return stone is not None and offer.use in stone.told
-
-    def _refusal(self, turn: PrefillTurn, number: Room, offer: Offered) -> str | None:
-        """Why this offer cannot be taken, without a word to the room that it names."""
         try:
             _validate(offer.manifest, offer.session)
         except WireError as wrong:
-            return str(wrong)
+            self._unusable(turn, number, offer.session, offer.generation, str(wrong))
+            return
+        known = room.offers.get(offer.session.id) if room else None
+        if room is not None and known is not None:
+            # A decode rank has one use of a number at a time: this one says that the other is over.
+            self._rooms.break_(turn, room, "decode offered the room again")
+            if offer.generation == known.generation:
+                return
+            room = None
+        if refusal := self._offer_refusal(turn, number, room, offer):
+            self._rejected["preallocation"] += 1
+            self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, refusal)
+            return
+        room = room or self._rooms.open(turn, number)
+        room.offers[offer.session.id] = offer
+        self._rooms.move(turn, room, PrefillMove.OFFERED)
+        self._settle(turn, room)
+
+    def _is_late(self, turn: PrefillTurn, number: Room, room: PrefillRoom | None, offer: Offered) -> bool:
+        """Whether this use is over, or its offer is here already."""
+        if room is not None:
+            known = room.offers.get(offer.session.id)
+            older = known is not None and offer.generation < known.generation
+            return offer == known or older or is_over(room.ended, offer.use)
+        stone = self._rooms.tombstone(number, turn.now)
+        if stone is None or not offer.generation or not stone.covers(offer.use):
+            return False
+        if stone.cause:  # a decode rank that offers it again may have missed the end
+            self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, stone.cause)
+        return True
+
+    def _offer_refusal(self, turn: PrefillTurn, number: Room, room: PrefillRoom | None, offer: Offered) -> str | None:
+        """Why this offer cannot be taken, without harm to the room that it names."""
+        if offer.session.life and not offer.generation:
+            return "no window notice came before the offer"
+        if room is not None:
+            return room.place_conflict(offer) if room.takes_offers else "the room is live"
+        stone = self._rooms.tombstone(number, turn.now)
+        if stone is not None and not offer.generation:
+            return stone.cause or "the room has just ended"
+        if stone is not None and stone.cause and stone.requested and offer.use.peer not in stone.members:
+            self._rooms.remember(turn, number, stone, offer)  # the room failed before this decode rank offered
+            return stone.cause
+        if self._closing is not None:
+            return self._closing
+        return "too many live rooms" if self._rooms.is_full else None
+
+    def _unusable(self, turn: PrefillTurn, number: Room, session: Session, generation: Generation, reason: str) -> None:
+        """A registered decode rank's offer can never be written to: that rank has no part in the room any more."""
+        self._rejected["preallocation"] += 1
+        self._rooms.tell_failed(turn, session.identity, number, generation, reason)
         room = self._rooms.get(number)
-        if room is None:
-            stone = self._graveyard.find(number, turn.now)
-            if stone is not None and (offer.generation == 0 or stone.cause) and offer.use not in stone.told:
-                self._graveyard.bury(number, stone.cause, stone.told | {offer.use}, turn.now)
-                return stone.cause or "the room has ended"
-            return "too many live rooms" if len(self._rooms) >= self._settings.max_rooms else None
-        known = room.offers.get(offer.session.id)
-        if known is not None:
-            return None if known == offer else "the room is live with another offer"
-        return None if room.state in (PrefillState.EARLY, PrefillState.OPENED) else "the room is live"
+        if room is not None and (room.takes_offers or room.takes_part(session.identity, generation)):
+            self._rooms.break_(turn, room, f"decode's offer is unusable: {reason}")
+
+    def _settle(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+        if conflict := room.prompt_conflict():
+            self._rooms.break_(turn, room, conflict)
+        elif room.state is PrefillState.OPENED and room.is_complete:
+            self._rooms.move(turn, room, PrefillMove.COMPLETED)
 
     def _unknown_session(self, turn: PrefillTurn, event: events.PreallocationReceived) -> None:
         self._rejected["unknown_session"] += 1
         if self._sessions.is_native(event.identity):
             turn.add(Send(event.identity, UnknownSession(event.room, event.session)))
         else:
-            self._tell_failed(turn, event.identity, event.room, Generation(0), "unknown session")
+            self._rooms.tell_failed(turn, event.identity, event.room, Generation(0), "unknown session")
 
     def _cancelled_by_decode(self, turn: PrefillTurn, identity: bytes, cancel: Cancel) -> None:
         room = self._rooms.get(cancel.room)
-        offers = room.offers.values() if room else ()
-        if room and any(o.session.identity == identity and o.generation == cancel.generation for o in offers):
-            self._break(turn, room, f"cancelled by decode: {cancel.cause}")
-
-    # ---- moves
-
-    def _new_room(self, turn: PrefillTurn, number: Room) -> PrefillRoom:
-        room = self._rooms[number] = PrefillRoom(number, turn.now)
-        self._timers.set(number, turn.now + self._settings.bootstrap_timeout_s)
-        return room
-
-    def _current(self, number: Room, ticket: int) -> PrefillRoom | None:
-        room = self._rooms.get(number)
-        return room if room and room.request and room.request.ticket == ticket else None
-
-    def _break(self, turn: PrefillTurn, room: PrefillRoom, cause: str) -> None:
-        room.cause = room.cause or cause
-        self._move(turn, room, PrefillMove.BROKEN)
-
-    def _drain(self, turn: PrefillTurn, room: PrefillRoom) -> None:
-        if not room.pushes and room.state in (PrefillState.FINISHING, PrefillState.FAILING):
-            self._move(turn, room, PrefillMove.DRAINED)
-
-    def _move(self, turn: PrefillTurn, room: PrefillRoom, move: PrefillMove) -> None:
-        if room.move(move, turn.now):
-            self._entered(turn, room)
-
-    def _entered(self, turn: PrefillTurn, room: PrefillRoom) -> None:
-        match room.state:
-            case PrefillState.WINDOWED:
-                self._timers.set(room.room, turn.now + self._settings.waiting_timeout_s)
-                self._enter_windowed(turn, room)
-            case PrefillState.FAILING:
-                self._timers.drop(room.room)
-                self._enter_failing(turn, room)
-                self._drain(turn, room)
-            case PrefillState.SUCCEEDED | PrefillState.FAILED:
-                self._enter_ended(turn, room)
-            case _:
-                return
-
-    def _enter_windowed(self, turn: PrefillTurn, room: PrefillRoom) -> None:
-        assert room.request is not None
-        manifest = next((o.manifest for o in room.offers.values() if o.manifest is not None), None)
-        prefix_len, prompt_len = (manifest.prefix_len, manifest.prompt_len) if manifest else (0, 0)
-        turn.add(Windowed(room.room, room.request.ticket, prefix_len, prompt_len, room.destinations))
-
-    def _enter_failing(self, turn: PrefillTurn, room: PrefillRoom) -> None:
-        cause = room.cause or "unknown"
-        for offer in room.offers.values():
-            self._tell_failed(turn, offer.session.identity, room.room, offer.generation, cause)
-            if room.pushes:
-                turn.add(CancelPush(offer.session.id, offer.session.life, room.room, offer.generation))
-        if room.request:
-            turn.add(Fail(room.room, room.request.ticket, RoomFailed(room.room, cause, tuple(room.story))))
-
-    def _enter_ended(self, turn: PrefillTurn, room: PrefillRoom) -> None:
-        self._timers.drop(room.room)
-        if room.state is PrefillState.SUCCEEDED:
-            self._send_success(turn, room)
-        del self._rooms[room.room]
-        self._totals[room.state.value] += 1
-        self._graveyard.bury(room.room, room.cause, room.uses, turn.now)
-        if room.request:
-            turn.add(Release(room.room, room.request.ticket))
-
-    def _send_success(self, turn: PrefillTurn, room: PrefillRoom) -> None:
-        finish = room.finish
-        assert finish is not None
-        for offer in sorted(room.offers.values(), key=lambda offer: offer.session.registration.tp_rank):
-            if offer.manifest is None:
-                continue  # a rank that only joins the vote expects no word
-            status = Status(
-                room.room,
-                StatusCode.SUCCESS,
-                Rank(self._settings.prefill_rank),
-                finish.first_token,
-                finish.candidates,
-                finish.cached_tokens,
-                finish.logprob,
-            )
-            if offer.session.native:  # a status carries no generation: this names the one that it is for
-                turn.add(Send(offer.session.identity, Window(room.room, offer.generation, "")))
-            turn.add(Send(offer.session.identity, status))
-        turn.add(Succeed(room.room, finish.ticket))
-
-    def _tell_failed(self, turn: PrefillTurn, identity: bytes, room: Room, generation: Generation, cause: str) -> None:
-        message: Status | Notice = Failed(room, generation, cause)
-        if not self._sessions.is_native(identity):
-            message = Status(room, StatusCode.FAILED, Rank(self._settings.prefill_rank))
-        turn.add(Send(identity, message))
-
-    # ---- losses and time
-
-    def _lost(self, turn: PrefillTurn, gone: list[Session], why: str) -> None:
-        for session in gone:
-            for room in list(self._rooms.values()):
-                offer = room.offers.get(session.id)
-                if offer is not None and offer.session is session:
-                    self._break(turn, room, f"session {session.id} lost: {why}")
-
-    def _expire(self, turn: PrefillTurn) -> None:
-        self._graveyard.expire(turn.now)
-        for number in list(self._timers.due(turn.now)):
-            room = self._rooms[number]
-            self._break(turn, room, _timeout_cause(room, self._settings))
-        self._lost(turn, self._sessions.silent(turn), "the decode rank fell silent")
-
-
-def _timeout_cause(room: PrefillRoom, settings: PrefillSettings) -> str:
-    if room.state is PrefillState.EARLY:
-        return f"no request came for this room in {settings.bootstrap_timeout_s:g} s"
-    if room.state is PrefillState.OPENED:
-        return f"no decode rank offered blocks in {settings.bootstrap_timeout_s:g} s"
-    return f"not finished in {settings.waiting_timeout_s:g} s"
+        if room is not None and room.takes_part(identity, cancel.generation):
+            self._rooms.break_(turn, room, f"cancelled by decode: {cancel.cause}")
 
 
 def _validate(manifest: Manifest | None, session: Session) -> None:

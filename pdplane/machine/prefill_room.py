@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
 from pdplane.ids import Generation, Room, SessionId
 from pdplane.kv.manifest import Manifest
 from pdplane.machine.actions import Destination
 from pdplane.machine.events import PrefillRequested, RoomFinished
-from pdplane.machine.room import PREFILL_TABLE, PrefillMove, PrefillState, Use, advance
+from pdplane.machine.graveyard import Peer, Use
+from pdplane.machine.room import PREFILL_TABLE, PrefillMove, PrefillState, advance
 from pdplane.machine.session import Session
 
 
@@ -23,15 +26,16 @@ class Offered:
 
     @property
     def use(self) -> Use:
-        return self.session.id, self.generation
+        return Use((self.session.id, self.session.life), self.generation)
 
 
 @attrs.define
 class PrefillRoom:
-    """One use of a room number."""
+    """One use of a room number. `ended` names the uses of it that are over, so that none comes back."""
 
     room: Room
     since: float
+    ended: Mapping[Peer, Generation] = attrs.field(factory=dict)
     state: PrefillState = PrefillState.EARLY
     request: PrefillRequested | None = None
     finish: RoomFinished | None = None
@@ -48,34 +52,41 @@ class PrefillRoom:
         return entered
 
     @property
-    def uses(self) -> frozenset[Use]:
-        return frozenset(offer.use for offer in self.offers.values())
+    def takes_offers(self) -> bool:
+        return self.state in (PrefillState.EARLY, PrefillState.OPENED)
+
+    def takes_part(self, identity: bytes, generation: Generation) -> bool:
+        """Whether this connection's offer of this generation is one of the room's."""
+        return any(o.session.identity == identity and o.generation == generation for o in self.offers.values())
+
+    def place_conflict(self, newcomer: Offered) -> str | None:
+        """Why an offer has no place beside the others: the newcomer's fault, the room is not harmed."""
+        for offer in self.offers.values():
+            ours, theirs = offer.session, newcomer.session
+            if ours.registration.tp_size != theirs.registration.tp_size:
+                return "the room has decode ranks of another tp size"
+            if ours.route.decode_ranks != theirs.route.decode_ranks:
+                return "the room has other decode ranks"
+            if ours.registration.tp_rank == theirs.registration.tp_rank:
+                return "the room has another session of this decode rank"
+        return None
 
     def prompt_conflict(self) -> str | None:
         """Why the offers and the request cannot be of one prompt; None when they can."""
-        request = self.request
-        for offer in self.offers.values():
-            manifest = offer.manifest
-            if request is None or manifest is None:
-                continue
-            if request.prompt_len is not None and request.prompt_len != manifest.prompt_len:
-                return f"prompt_len differs: ours {request.prompt_len}, decode's {manifest.prompt_len}"
-            if request.prompt_hash and offer.prompt_hash and request.prompt_hash != offer.prompt_hash:
-                return "the prompt's tokens differ from decode's"
-        return None
-
-    def offers_conflict(self) -> str | None:
-        """Why the offers do not fit each other; None when they do."""
-        offers = list(self.offers.values())
-        if len({offer.session.registration.tp_size for offer in offers}) > 1:
-            return "decode ranks of different tp sizes"
-        ranks = [offer.session.registration.tp_rank for offer in offers]
-        if len(set(ranks)) < len(ranks):
-            return "two sessions claim one decode rank"
-        if any(rank not in offers[0].session.route.decode_ranks for rank in ranks):
-            return "a decode rank that this prefill rank does not serve"
+        offers = [offer for offer in self.offers.values() if offer.manifest is not None]
         windows = {(o.manifest.prefix_len, o.manifest.prompt_len) for o in offers if o.manifest is not None}
-        return "decode ranks of different prompt windows" if len(windows) > 1 else None
+        hashes = {offer.prompt_hash for offer in offers if offer.prompt_hash}
+        if len(windows) > 1 or len(hashes) > 1:
+            return "the decode ranks' prompts differ"
+        request = self.request
+        if request is None:
+            return None
+        lengths = {prompt_len for _, prompt_len in windows}
+        if request.prompt_len is not None and lengths - {request.prompt_len}:
+            return f"prompt_len differs: ours {request.prompt_len}, decode's {lengths.pop()}"
+        if request.prompt_hash and hashes - {request.prompt_hash}:
+            return "the prompt's tokens differ from decode's"
+        return None
 
     @property
     def is_complete(self) -> bool:
@@ -85,12 +96,16 @@ class PrefillRoom:
         ranks = {offer.session.registration.tp_rank for offer in offers}
         return ranks == set(offers[0].session.route.decode_ranks)
 
+    def offers_by_rank(self) -> list[Offered]:
+        """The offers of the decode ranks that get bytes."""
+        offers = sorted(self.offers.values(), key=lambda offer: offer.session.registration.tp_rank)
+        return [offer for offer in offers if offer.manifest is not None]
+
     @property
     def destinations(self) -> tuple[Destination, ...]:
         """The decode ranks that get bytes, by rank."""
-        offers = sorted(self.offers.values(), key=lambda offer: offer.session.registration.tp_rank)
         return tuple(
             Destination(offer.session.id, offer.generation, offer.session.layout, offer.session.route, offer.manifest)
-            for offer in offers
+            for offer in self.offers_by_rank()
             if offer.manifest is not None
         )

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import TypeAlias, TypeVar
-
-import attrs
+from typing import TypeVar
 
 from pdplane.errors import LocalProtocolError
-from pdplane.ids import Generation, Room
 
 
 class PrefillState(enum.Enum):
@@ -101,48 +98,3 @@ def advance(table: Mapping[tuple[State, Move], State], state: State, move: Move)
         return table[state, move]
     except KeyError:
         raise LocalProtocolError(f"a room that is {state.value} cannot be {move.value}") from None
-
-
-Use: TypeAlias = tuple[str, Generation]
-"""One use of a room by one peer: the session (or rendezvous) and the generation."""
-
-
-@attrs.frozen
-class Tombstone:
-    """What is remembered of an ended room, so that a late message differs from an unknown one."""
-
-    cause: str | None  # None: it succeeded
-    told: frozenset[Use]
-    until: float
-
-
-@attrs.define
-class Graveyard:
-    """Ended rooms, for a limited time and in a limited number; the oldest go first."""
-
-    lifetime_s: float
-    capacity: int = 65536
-    _stones: dict[Room, Tombstone] = attrs.field(factory=dict, init=False)
-
-    def __len__(self) -> int:
-        return len(self._stones)
-
-    def bury(self, room: Room, cause: str | None, told: frozenset[Use], now: float) -> None:
-        self._stones.pop(room, None)
-        self._stones[room] = Tombstone(cause, told, now + self.lifetime_s)
-        while len(self._stones) > self.capacity:
-            del self._stones[next(iter(self._stones))]
-
-    def find(self, room: Room, now: float) -> Tombstone | None:
-        self.expire(now)
-        return self._stones.get(room)
-
-    def clear(self, room: Room) -> None:
-        self._stones.pop(room, None)
-
-    def expire(self, now: float) -> None:
-        while (until := self.earliest()) is not None and until <= now:
-            del self._stones[next(iter(self._stones))]
-
-    def earliest(self) -> float | None:
-        return next(iter(self._stones.values())).until if self._stones else None

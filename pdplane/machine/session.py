@@ -53,6 +53,11 @@ class Peer:
     session: SessionId | None = None
     windows: dict[Room, Window] = attrs.field(factory=dict)
 
+    @property
+    def life(self) -> Life:
+        """The life that `hello` named, or an empty one."""
+        return self.hello.life if self.hello else Life("")
+
 
 @attrs.define
 class Session:
@@ -63,7 +68,6 @@ class Session:
     life: Life
     layout: Layout
     route: RankRoute
-    native: bool
 
     @property
     def id(self) -> SessionId:
@@ -90,6 +94,9 @@ class Sessions:
         found = self._bound.get(session)
         return found if found is not None and found.identity == identity else None
 
+    def knows(self, identity: bytes) -> bool:
+        return identity in self._peers
+
     def is_native(self, identity: bytes) -> bool:
         peer = self._peers.get(identity)
         return peer is not None and peer.native
@@ -106,7 +113,7 @@ class Sessions:
         """The connection that spoke; None when there are too many to remember another."""
         peer = self._peers.get(identity)
         if peer is None:
-            if len(self._peers) >= self._settings.max_peers:
+            if len(self._peers) >= self._settings.max_peers and not self._evict(turn):
                 self._rejected["too_many_peers"] += 1
                 return None
             peer = self._peers[identity] = Peer(identity, turn.now)
@@ -116,13 +123,19 @@ class Sessions:
             self._timers.set(identity, turn.now + self._patience(peer))
         return peer
 
-    def hello(self, peer: Peer, hello: Hello) -> None:
+    def hello(self, turn: PrefillTurn, peer: Peer, hello: Hello) -> None:
         peer.hello = hello
+        self._timers.set(peer.identity, turn.now + self._patience(peer))  # from now on it pings
 
     def announce(self, peer: Peer, window: Window) -> None:
         peer.windows[window.room] = window
         while len(peer.windows) > _MAX_WINDOWS:
             del peer.windows[next(iter(peer.windows))]
+
+    def announced(self, identity: bytes, room: Room) -> Window | None:
+        """The window notice that came before this room's offer; each is good for one offer."""
+        peer = self._peers.get(identity)
+        return peer.windows.pop(room, None) if peer else None
 
     def ping(self, turn: PrefillTurn, peer: Peer) -> None:
         # A peer whose session we lost gets no answer: its silence rule makes it start over.
@@ -140,21 +153,42 @@ class Sessions:
         known = self.owner(event.identity, event.registration.session)
         if peer is None:
             return []
-        if known is not None and known.registration == event.registration:
+        if known is not None and known.registration == event.registration and known.life == peer.life:
             self._welcome(turn, known)
             return []
         session = self._candidate(turn, peer, event)
         if session is None:
             return []
-        if session.life:
-            peer.session = session.id
-            self._checking[session.id, session.life] = session
-            turn.add(OpenData(session.id, session.life))
-            return []
-        if session.id in self._bound and known is None:
+        if self._is_taken(session):
             self._refuse(turn, peer, session.id, "session", "owned by another peer", session.id)
             return []
+        if session.life:
+            self._check(turn, peer, session)
+            return []
         return self._bind(turn, session)
+
+    def _is_taken(self, session: Session) -> bool:
+        """Whether another connection has the session. Only a new life, if it answers there, takes it over."""
+        holders = [self._checking.get((session.id, session.life)), self._bound.get(session.id)]
+        return any(
+            holder is not None and holder.identity != session.identity and session.life in ("", holder.life)
+            for holder in holders
+        )
+
+    def _check(self, turn: PrefillTurn, peer: Peer, session: Session) -> None:
+        """Ask who answers at the session's address; a connection has one such question at a time."""
+        key = (session.id, session.life)
+        self._drop_checks(turn, session.identity, but=key)
+        peer.session = session.id
+        asked, self._checking[key] = key in self._checking, session
+        if not asked:
+            turn.add(OpenData(*key))
+
+    def _drop_checks(self, turn: PrefillTurn, identity: bytes, but: tuple[SessionId, Life] | None = None) -> None:
+        for key in [key for key, session in self._checking.items() if session.identity == identity and key != but]:
+            del self._checking[key]
+            if (bound := self._bound.get(key[0])) is None or bound.life != key[1]:
+                turn.add(CloseData(*key))
 
     def reject(self, turn: PrefillTurn, event: RegistrationRejected) -> None:
         peer = self.hear(turn, event.identity)
@@ -166,7 +200,7 @@ class Sessions:
         """Whoever answers at the address owns the session; gives the sessions that it replaced."""
         session = self._checking.pop((event.session, event.life), None)
         if session is None:
-            return []  # a later push opened the connection again
+            return self._reconnected(turn, event)
         peer = self._peers.get(session.identity)
         if event.decode_life == session.life and peer is not None:
             return self._bind(turn, session)
@@ -174,6 +208,13 @@ class Sessions:
         if peer is not None:
             self._refuse(turn, peer, session.id, "life", event.decode_life, session.life)
         return []
+
+    def _reconnected(self, turn: PrefillTurn, event: DataConnected) -> list[Session]:
+        """A push opened the connection again: if another life answers now, the bound one is gone."""
+        bound = self._bound.get(event.session)
+        if bound is None or bound.life != event.life or event.decode_life == event.life:
+            return []
+        return self.lose(turn, bound.identity)
 
     def data_lost(self, turn: PrefillTurn, event: DataLost) -> None:
         session = self._checking.pop((event.session, event.life), None)
@@ -188,9 +229,7 @@ class Sessions:
         self._timers.drop(identity)
         if self._peers.pop(identity, None) is None:
             return []
-        for key in [key for key, session in self._checking.items() if session.identity == identity]:
-            del self._checking[key]
-            turn.add(CloseData(*key))
+        self._drop_checks(turn, identity)
         gone = [session for session in self._bound.values() if session.identity == identity]
         for session in gone:
             del self._bound[session.id]
@@ -209,6 +248,13 @@ class Sessions:
                 gone += self.lose(turn, identity)
         return gone
 
+    def _evict(self, turn: PrefillTurn) -> bool:
+        """Make place by forgetting the connection without a session that was silent for longest."""
+        idle = [peer for peer in self._peers.values() if peer.session is None]
+        if idle:
+            self.lose(turn, min(idle, key=lambda peer: peer.heard).identity)
+        return bool(idle)
+
     def _patience(self, peer: Peer) -> float:
         settings = self._settings
         return settings.ping_interval_s * settings.ping_misses if peer.hello else settings.idle_peer_s
@@ -226,8 +272,7 @@ class Sessions:
             ours = f"rank {self._settings.prefill_rank} of {self._settings.tp_size}"
             self._refuse(turn, peer, registration.session, "tp rank", ours, str(wrong))
             return None
-        life = hello.life if hello else Life("")
-        return Session(registration, event.identity, life, event.layout, route, peer.native)
+        return Session(registration, event.identity, peer.life, event.layout, route)
 
     def _accept(self, registration: Registration, layout: Layout, hello: Hello | None) -> RankRoute:
         if hello is not None:
@@ -244,7 +289,8 @@ class Sessions:
 
     def _refuse(self, turn: PrefillTurn, peer: Peer, session: SessionId, field: str, ours: str, theirs: str) -> None:
         self._rejected["registration"] += 1
-        peer.session = None
+        if self.owner(peer.identity, peer.session or session) is None:
+            peer.session = None
         if peer.native:
             turn.add(Send(peer.identity, Refused(session, field, ours, theirs)))
 
@@ -261,5 +307,5 @@ class Sessions:
         return replaced
 
     def _welcome(self, turn: PrefillTurn, session: Session) -> None:
-        if session.native:
+        if self.is_native(session.identity):
             turn.add(Send(session.identity, Registered(session.id, self._life)))

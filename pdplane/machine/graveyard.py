@@ -1,0 +1,100 @@
+"""What is remembered of ended rooms, so that a late message differs from an unknown one and revives nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import attrs
+
+from pdplane.ids import Generation, Life, Room, SessionId
+
+Peer: TypeAlias = tuple[SessionId, Life]
+"""One life of a decode rank; the life is empty for a peer without `hello`."""
+
+_MAX_ENDED = 64  # decode ranks remembered for one room number
+
+
+@attrs.frozen
+class Use:
+    """One decode rank's part in one use of a room number. Generations grow within a life of the decode rank."""
+
+    peer: Peer
+    generation: Generation
+
+
+@attrs.frozen
+class Tombstone:
+    """An ended room. `ended` holds the newest generation that is over, by decode rank.
+
+    `requested` is False for offers that nobody asked for: such a room failed no caller. `members` are the decode
+    ranks that had offered blocks for this use, or were told that it failed.
+    """
+
+    cause: str | None  # None: it succeeded
+    until: float
+    requested: bool = True
+    ended: Mapping[Peer, Generation] = attrs.field(factory=dict)
+    members: frozenset[Peer] = frozenset()
+
+    def covers(self, use: Use) -> bool:
+        """Whether this use is over, or older than one that is."""
+        return is_over(self.ended, use)
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether a peer without generations took part: its late words cannot be told from new ones."""
+        return 0 in self.ended.values()
+
+
+def is_over(ended: Mapping[Peer, Generation], use: Use) -> bool:
+    newest = ended.get(use.peer)
+    return newest is not None and use.generation <= newest
+
+
+def merge(ended: Mapping[Peer, Generation], *uses: Use) -> dict[Peer, Generation]:
+    """`ended` with these uses over too; the longest known go when there are too many."""
+    merged = dict(ended)
+    for use in uses:
+        newest = max(merged.pop(use.peer, use.generation), use.generation)
+        merged[use.peer] = newest
+    while len(merged) > _MAX_ENDED:
+        del merged[next(iter(merged))]
+    return merged
+
+
+@attrs.define
+class Graveyard:
+    """Ended rooms, for a limited time and in a limited number; the oldest go first.
+
+    Tombstones all stand for the same time, so their order is the order of their ends.
+    """
+
+    capacity: int = 65536
+    _stones: dict[Room, Tombstone] = attrs.field(factory=dict, init=False)
+
+    def __len__(self) -> int:
+        return len(self._stones)
+
+    def bury(self, room: Room, stone: Tombstone) -> None:
+        self._stones.pop(room, None)
+        self._stones[room] = stone
+        while len(self._stones) > self.capacity:
+            del self._stones[next(iter(self._stones))]
+
+    def find(self, room: Room, now: float) -> Tombstone | None:
+        self.expire(now)
+        return self._stones.get(room)
+
+    def take(self, room: Room, now: float) -> Mapping[Peer, Generation]:
+        """Open the number for a new use; gives what of the old ones is over for peers that count generations."""
+        stone = self.find(room, now)
+        self._stones.pop(room, None)
+        return {peer: newest for peer, newest in stone.ended.items() if newest} if stone else {}
+
+    def expire(self, now: float) -> None:
+        while (until := self.earliest()) is not None and until <= now:
+            del self._stones[next(iter(self._stones))]
+
+    def earliest(self) -> float | None:
+        return next(iter(self._stones.values())).until if self._stones else None

@@ -1,0 +1,236 @@
+"""A prefill rank's rooms, and what follows from the states that they enter.
+
+A number belongs to at most one live room. A room that fails gives its number up at once, so that the next use
+need not wait, and lives on by its pushes until the last of them has ended: only then are its blocks released.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+import attrs
+
+from pdplane.errors import RoomFailed
+from pdplane.ids import Generation, Rank, Room, SessionId
+from pdplane.kv.copies import Copies
+from pdplane.machine.actions import CancelPush, Fail, Push, Release, Send, Succeed, Windowed
+from pdplane.machine.graveyard import Graveyard, Tombstone, merge
+from pdplane.machine.prefill_room import Offered, PrefillRoom
+from pdplane.machine.room import PrefillMove, PrefillState
+from pdplane.machine.session import PrefillTurn, Session, Sessions
+from pdplane.machine.settings import PrefillSettings
+from pdplane.machine.timers import Timers
+from pdplane.messages import Failed, Status, StatusCode, Window
+
+
+class PrefillRooms:
+    """Every room of one prefill rank: live, draining, ended."""
+
+    def __init__(self, settings: PrefillSettings, sessions: Sessions) -> None:
+        self._settings, self._sessions = settings, sessions
+        self._live: dict[Room, PrefillRoom] = {}
+        self._draining: dict[int, PrefillRoom] = {}  # failed, by ticket
+        self._pushing: dict[int, PrefillRoom] = {}  # by push
+        self._graveyard = Graveyard()
+        self._timers: Timers[Room] = Timers()
+        self._numbers = itertools.count(1)
+        self.totals: Counter[str] = Counter()
+
+    # ---- questions
+
+    def __iter__(self) -> Iterator[PrefillRoom]:
+        """The live rooms."""
+        return iter(list(self._live.values()))
+
+    def get(self, number: Room) -> PrefillRoom | None:
+        return self._live.get(number)
+
+    def current(self, number: Room, ticket: int) -> PrefillRoom | None:
+        """The live room, if it is this caller's use of the number."""
+        room = self._live.get(number)
+        return room if room and room.request and room.request.ticket == ticket else None
+
+    def tombstone(self, number: Room, now: float) -> Tombstone | None:
+        return None if number in self._live else self._graveyard.find(number, now)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._live) + len(self._draining) >= self._settings.max_rooms
+
+    def earliest(self) -> float | None:
+        times = [time for time in (self._timers.earliest(), self._graveyard.earliest()) if time is not None]
+        return min(times, default=None)
+
+    def states(self) -> Counter[str]:
+        return Counter(room.state.value for room in (*self._live.values(), *self._draining.values()))
+
+    @property
+    def pushes(self) -> int:
+        return len(self._pushing)
+
+    @property
+    def tombstones(self) -> int:
+        return len(self._graveyard)
+
+    # ---- moves
+
+    def open(self, turn: PrefillTurn, number: Room) -> PrefillRoom:
+        """A new room under a free number."""
+        room = self._live[number] = PrefillRoom(number, turn.now, self._graveyard.take(number, turn.now))
+        self._timers.set(number, turn.now + self._settings.bootstrap_timeout_s)
+        return room
+
+    def evict(self, turn: PrefillTurn) -> None:
+        """A request is worth more than the longest waiting offer that nobody asked for."""
+        early = next((room for room in self._live.values() if room.state is PrefillState.EARLY), None)
+        if early is not None:
+            self.break_(turn, early, "too many live rooms")
+
+    def push(self, turn: PrefillTurn, room: PrefillRoom, session_id: SessionId, copies: Copies) -> None:
+        offer, number = room.offers[session_id], next(self._numbers)
+        room.pushes.add(number)
+        self._pushing[number] = room
+        turn.add(Push(session_id, offer.session.life, room.room, offer.generation, number, copies))
+
+    def push_ended(self, turn: PrefillTurn, push: int, cause: str | None) -> None:
+        room = self._pushing.pop(push, None)
+        if room is None:
+            return
+        room.pushes.discard(push)
+        if cause is None:
+            self.move(turn, room, PrefillMove.PUSHED)
+        else:
+            self.break_(turn, room, cause)
+        self.drain(turn, room)
+
+    def break_(self, turn: PrefillTurn, room: PrefillRoom, cause: str) -> None:
+        room.cause = room.cause or cause
+        self.move(turn, room, PrefillMove.BROKEN)
+
+    def drain(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+        if not room.pushes and room.state in (PrefillState.FINISHING, PrefillState.FAILING):
+            self.move(turn, room, PrefillMove.DRAINED)
+
+    def move(self, turn: PrefillTurn, room: PrefillRoom, move: PrefillMove) -> None:
+        if room.move(move, turn.now):
+            self._entered(turn, room)
+
+    def remember(self, turn: PrefillTurn, number: Room, stone: Tombstone, offer: Offered) -> None:
+        """An offer came for a room that had failed before: its use is over too."""
+        self._graveyard.bury(
+            number,
+            attrs.evolve(
+                stone,
+                until=turn.now + self._settings.tombstone_s,
+                ended=merge(stone.ended, offer.use),
+                members=stone.members | {offer.use.peer},
+            ),
+        )
+
+    def expire(self, turn: PrefillTurn) -> None:
+        self._graveyard.expire(turn.now)
+        for number in list(self._timers.due(turn.now)):
+            room = self._live[number]
+            self.break_(turn, room, _timeout_cause(room, self._settings))
+
+    def lost(self, turn: PrefillTurn, gone: list[Session], why: str) -> None:
+        """Break every room that counted on one of these sessions."""
+        for session in gone:
+            for room in self:
+                offer = room.offers.get(session.id)
+                if offer is not None and offer.session is session:
+                    self.break_(turn, room, f"session {session.id} lost: {why}")
+
+    def tell_failed(self, turn: PrefillTurn, identity: bytes, room: Room, generation: Generation, cause: str) -> None:
+        if self._sessions.is_native(identity):
+            turn.add(Send(identity, Failed(room, generation, cause)))
+        else:
+            turn.add(Send(identity, Status(room, StatusCode.FAILED, Rank(self._settings.prefill_rank))))
+
+    # ---- states
+
+    def _entered(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+        match room.state:
+            case PrefillState.OPENED:
+                self._timers.set(room.room, turn.now + self._settings.bootstrap_timeout_s)
+            case PrefillState.WINDOWED:
+                self._timers.set(room.room, turn.now + self._settings.waiting_timeout_s)
+                self._enter_windowed(turn, room)
+            case PrefillState.FAILING:
+                self._bury(turn, room)
+                self._enter_failing(turn, room)
+                self.drain(turn, room)
+            case PrefillState.SUCCEEDED:
+                self._bury(turn, room)
+                self._enter_succeeded(turn, room)
+                self._ended(turn, room)
+            case PrefillState.FAILED:
+                self._ended(turn, room)
+            case _:
+                return
+
+    def _bury(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+        self._timers.drop(room.room)
+        del self._live[room.room]
+        uses = [offer.use for offer in room.offers.values()]
+        stone = Tombstone(
+            cause=room.cause,
+            until=turn.now + self._settings.tombstone_s,
+            requested=room.request is not None,
+            ended=merge(room.ended, *uses),
+            members=frozenset(use.peer for use in uses),
+        )
+        self._graveyard.bury(room.room, stone)
+
+    def _enter_windowed(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+        assert room.request is not None, "only an opened room is windowed"
+        manifest = next((o.manifest for o in room.offers.values() if o.manifest is not None), None)
+        prefix_len, prompt_len = (manifest.prefix_len, manifest.prompt_len) if manifest else (0, 0)
+        turn.add(Windowed(room.room, room.request.ticket, prefix_len, prompt_len, room.destinations))
+
+    def _enter_failing(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+        cause = room.cause or "unknown"
+        for offer in room.offers.values():
+            session = offer.session
+            if self._sessions.knows(session.identity):
+                self.tell_failed(turn, session.identity, room.room, offer.generation, cause)
+            if room.pushes and offer.manifest is not None:
+                turn.add(CancelPush(session.id, session.life, room.room, offer.generation))
+        if room.request:
+            turn.add(Fail(room.room, room.request.ticket, RoomFailed(room.room, cause, tuple(room.story))))
+            self._draining[room.request.ticket] = room
+
+    def _enter_succeeded(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+        finish = room.finish
+        assert finish is not None, "only a finished room succeeds"
+        for offer in room.offers_by_rank():  # a rank that only joins the vote expects no word
+            status = Status(
+                room.room,
+                StatusCode.SUCCESS,
+                Rank(self._settings.prefill_rank),
+                finish.first_token,
+                finish.candidates,
+                finish.cached_tokens,
+                finish.logprob,
+            )
+            identity = offer.session.identity
+            if self._sessions.is_native(identity):  # a status carries no generation: this names the one it is for
+                turn.add(Send(identity, Window(room.room, offer.generation, "")))
+            turn.add(Send(identity, status))
+        turn.add(Succeed(room.room, finish.ticket))
+
+    def _ended(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+        self.totals[room.state.value] += 1
+        if room.request:
+            self._draining.pop(room.request.ticket, None)
+            turn.add(Release(room.room, room.request.ticket))
+
+
+def _timeout_cause(room: PrefillRoom, settings: PrefillSettings) -> str:
+    if room.state is PrefillState.EARLY:
+        return f"no request came for this room in {settings.bootstrap_timeout_s:g} s"
+    if room.state is PrefillState.OPENED:
+        return f"not every decode rank offered blocks in {settings.bootstrap_timeout_s:g} s"
+    return f"not finished in {settings.waiting_timeout_s:g} s"
