@@ -8,7 +8,11 @@ and go between native peers only. Bytes are made of them in `pdplane.wire`, deci
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
+import sys
+from array import array
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import attrs
@@ -172,6 +176,14 @@ class Drain:
     """The sender takes no new rooms and will exit when the live ones have ended."""
 
     cause: str
+
+
+def hash_prompt(tokens: Iterable[int]) -> str:
+    """Names a prompt: SHA-256 over its token ids as little-endian i64, the first 32 hex digits."""
+    ids = array("q", tokens)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return hashlib.sha256(ids.tobytes()).hexdigest()[:32]
 
 
 Notice: TypeAlias = Hello | Registered | Refused | Window | UnknownSession | Failed | Cancel | Ping | Drain

@@ -45,6 +45,10 @@ def _id(value: Value) -> str:
     return value.text(128)
 
 
+def _hash(value: Value) -> str:
+    return value.text(128, low=0)
+
+
 def _session(value: Value) -> str:
     return value.text(MAX_SESSION)
 
@@ -77,7 +81,7 @@ _KINDS: Mapping[str, tuple[Callable[..., Notice], Mapping[str, Reader]]] = {
     "hello": (Hello, {"version": _id, "life": _id, "fingerprint": _fingerprint}),
     "registered": (Registered, {"session": _session, "life": _id}),
     "refused": (Refused, {"session": _session, "field": _cause, "ours": _cause, "theirs": _cause}),
-    "window": (Window, {"room": _room, "generation": _generation, "prompt_hash": _id}),
+    "window": (Window, {"room": _room, "generation": _generation, "prompt_hash": _hash}),
     "unknown_session": (UnknownSession, {"room": _room, "session": _session}),
     "failed": (Failed, _ROOM_ENDS),
     "cancel": (Cancel, _ROOM_ENDS),

@@ -1,0 +1,202 @@
+"""The one thread that owns a role's sockets and its machine; everybody else posts values to it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Generic, Protocol, TypeVar
+
+import attrs
+import zmq
+
+from pdplane.errors import InternalError
+from pdplane.machine.actions import WakeAt
+from pdplane.machine.events import Tick
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Event = TypeVar("Event")
+Action = TypeVar("Action")
+Event_co = TypeVar("Event_co", covariant=True)
+Event_contra = TypeVar("Event_contra", contravariant=True)
+Action_co = TypeVar("Action_co", covariant=True)
+
+_TURN = 256  # messages taken from one socket before the others get their turn
+_IDLE_S = 60.0
+
+
+class Machine(Protocol[Event_contra, Action_co]):
+    """Decides: one event in, the actions that it causes out, a WakeAt last when time matters."""
+
+    def handle(self, event: Event_contra, now: float) -> Sequence[Action_co | WakeAt]: ...
+
+
+class Source(Protocol[Event_co]):
+    """A socket that the reactor polls."""
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]: ...
+
+    def receive(self) -> Iterable[Event_co]:
+        """The events of one message, none if it was dropped; zmq.Again when there is no message. Never blocks."""
+
+
+@attrs.frozen
+class _Question:
+    answer: Callable[[], None]
+
+
+class Reactor(Generic[Event, Action]):
+    """Polls sockets, feeds the machine, hands its actions to `perform`.
+
+    `perform` runs on this thread, must not block, and may return events that its own failures cause.
+    `broken` is called once, on this thread, should the loop end by a bug: the owner must then fail
+    everything that waits. The constructor opens nothing; `close` is idempotent, bounded and joins.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        machine: Machine[Event | Tick, Action],
+        perform: Callable[[Action], Iterable[Event]],
+        broken: Callable[[Exception], None],
+    ) -> None:
+        self._name, self._machine, self._perform, self._broken = name, machine, perform, broken
+        self._posted: deque[Event | _Question | None] = deque()
+        self._sources: dict[zmq.Socket[bytes], Source[Event]] = {}
+        self._poller = zmq.Poller()
+        self._bell: tuple[socket.socket, socket.socket] | None = None
+        self._thread: threading.Thread | None = None
+        self._wake: float | None = None
+
+    # ---- any thread
+
+    def start(self) -> None:
+        self._bell = socket.socketpair()
+        for end in self._bell:
+            end.settimeout(0)
+        self._poller.register(self._bell[0], zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name=self._name)
+        self._thread.start()
+
+    def post(self, event: Event) -> None:
+        """Hand an event over; never blocks. After the end it is dropped: whoever waits has been told."""
+        self._posted.append(event)
+        self._ring()
+
+    def ask(self, question: Callable[[], T], timeout_s: float = 5.0) -> T:
+        """Have a question answered on the reactor's thread, where the machine may be read.
+
+        Raises InternalError when the reactor does not answer in time.
+        """
+        answer: Future[T] = Future()
+        self._posted.append(_Question(lambda: answer.set_result(question())))
+        self._ring()
+        try:
+            return answer.result(timeout_s if self.alive else 0)
+        except TimeoutError:
+            raise InternalError(f"{self._name} does not answer") from None
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End after everything posted before; raises InternalError when the thread does not end."""
+        if self._thread is None:
+            return
+        self._posted.append(None)
+        self._ring()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise InternalError(f"{self._name} did not end within {timeout_s:g} s")
+        for end in self._bell or ():
+            end.close()
+        self._bell = None
+
+    # ---- the reactor's own thread, or before `start`
+
+    def watch(self, source: Source[Event]) -> None:
+        self._sources[source.socket] = source
+        self._poller.register(source.socket, zmq.POLLIN)
+
+    def unwatch(self, source: Source[Event]) -> None:
+        if self._sources.pop(source.socket, None) is not None:
+            self._poller.unregister(source.socket)
+
+    # ---- the loop
+
+    def _ring(self) -> None:
+        bell = self._bell
+        if bell is None:
+            return
+        try:
+            bell[1].send(b"\0")
+        except (BlockingIOError, OSError):
+            return  # it rings already, or nobody is there to hear it
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:  # the one place: a bug must end every wait, not leave it hanging
+            logger.critical("%s ended by a bug", self._name, exc_info=error)
+            self._broken(error)
+
+    def _turn(self) -> bool:
+        timeout = _IDLE_S if self._wake is None else min(_IDLE_S, max(0.0, self._wake - time.monotonic()))
+        ready = dict(self._poller.poll(int(timeout * 1000) + 1 if timeout else 0))
+        if not self._take_posted():
+            return False
+        for ready_socket in ready:
+            source = self._sources.get(ready_socket)
+            if source is not None:
+                self._take_messages(source)
+        if self._wake is not None and time.monotonic() >= self._wake:
+            self._feed(Tick())
+        return True
+
+    def _take_posted(self) -> bool:
+        bell = self._bell
+        if bell is not None:
+            try:
+                while len(bell[0].recv(4096)) == 4096:
+                    pass
+            except BlockingIOError:
+                pass
+        for _ in range(len(self._posted)):
+            event = self._posted.popleft()
+            if event is None:
+                return False
+            if isinstance(event, _Question):
+                event.answer()
+            else:
+                self._feed(event)
+        return True
+
+    def _take_messages(self, source: Source[Event]) -> None:
+        for _ in range(_TURN):
+            try:
+                events = source.receive()
+            except zmq.Again:
+                return
+            for event in events:
+                self._feed(event)
+            if source.socket.closed:
+                return
+
+    def _feed(self, event: Event | Tick) -> None:
+        pending: deque[Event | Tick] = deque([event])
+        while pending:
+            self._wake = None
+            for action in self._machine.handle(pending.popleft(), time.monotonic()):
+                if isinstance(action, WakeAt):
+                    self._wake = action.time
+                else:
+                    pending.extend(self._perform(action))

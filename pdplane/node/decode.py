@@ -1,0 +1,262 @@
+"""The decode daemon's heart. Read it downwards: one method an arrow.
+
+request -> blocks -> open -> delivered -> tokens -> finished
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import attrs
+
+from pdplane.control.http_thread import HttpThread
+from pdplane.errors import LocalProtocolError, PdplaneError, PoolExhausted, RoomFailed
+from pdplane.ids import Room
+from pdplane.kv.manifest import build_manifest
+from pdplane.machine.actions import Delivered
+from pdplane.messages import Fingerprint, hash_prompt
+from pdplane.node.blocks import BlockQueue, Blocks, Place
+from pdplane.node.legs import Legs, check_prompt, open_future
+from pdplane.node.protocols import (
+    DecodeEngine,
+    DecodeRequest,
+    EngineDecodeRequest,
+    EngineJob,
+    EngineToken,
+    Finished,
+    Token,
+    Tokenizer,
+)
+from pdplane.plane.config import DecodeConfig
+from pdplane.plane.decode import DecodePlane
+from pdplane.plane.rooms import DecodeRoom
+
+
+@attrs.define(eq=False)
+class DecodeLeg:
+    """One request on its way. Its blocks go back when nothing can land in them and the engine has read them."""
+
+    request: DecodeRequest
+    on_token: Callable[[Token], None]
+    stop_ids: frozenset[int]
+    done: Future[Finished] = attrs.field(factory=open_future)
+    began: float = attrs.field(factory=time.monotonic)
+    timings: dict[str, float] = attrs.field(factory=dict)
+    place: Place | None = None
+    blocks: Blocks | None = None
+    gone: set[str] = attrs.field(factory=set)
+    room: DecodeRoom | None = None
+    job: EngineJob | None = None
+    cause: str | None = None
+    count: int = 0
+    _give_up: Callable[[DecodeLeg], None] = attrs.field(kw_only=True)
+
+    @property
+    def number(self) -> Room:
+        return self.request.room
+
+    def cancel(self, cause: str) -> None:
+        """End the leg wherever it stands; returns at once."""
+        self.cause = self.cause or cause
+        self._give_up(self)
+
+    def mark(self, name: str, since: float) -> None:
+        self.timings[name] = (time.monotonic() - since) * 1e3
+
+
+class DecodeNode:
+    """A plane and an engine that make one decode rank."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        config: DecodeConfig,
+        *,
+        http: HttpThread | None = None,
+        max_waiting: int = 256,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._engine, self._config, self._max_waiting = engine, config, max_waiting
+        self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
+        self._facts = dict(facts or {})
+        self._plane: DecodePlane | None = None
+        self._queue: BlockQueue | None = None
+        self._legs: Legs[DecodeLeg] = Legs()
+        self._draining = False
+
+    # ---- one request
+
+    def decode(self, request: DecodeRequest, on_token: Callable[[Token], None]) -> DecodeLeg:
+        """Begin a decode leg; ends in its `done`. Raises ConfigError, PoolExhausted, LocalProtocolError (live room)."""
+        queue = self._queue
+        if queue is None or self._draining:
+            raise LocalProtocolError("this decode takes no requests now")
+        check_prompt(self._engine, request.tokens)
+        stop_ids = request.stop_ids | (frozenset() if request.ignore_eos else self._engine.tokenizer.eos_ids)
+        leg = DecodeLeg(request, on_token, stop_ids, give_up=self._give_up)
+        self._legs.add(leg)
+        try:
+            counts = self._engine.blocks_needed(len(request.tokens))
+            leg.place = queue.acquire(counts, lambda blocks: self._lend(leg, blocks))
+        except PdplaneError:
+            self._legs.remove(leg)
+            raise
+        return leg
+
+    def _lend(self, leg: DecodeLeg, blocks: Blocks | PoolExhausted) -> None:
+        """The blocks are ours: lend them to the room."""
+        if isinstance(blocks, PoolExhausted):
+            self._fail(leg, blocks)
+            return
+        plane = self._plane
+        assert plane is not None
+        self._legs.hold(leg, blocks)
+        leg.mark("alloc_ms", leg.began)
+        tokens = leg.request.tokens
+        try:
+            manifest = build_manifest(plane.layout, blocks, 0, len(tokens))
+            leg.room = plane.open(
+                leg.request.room, prefill=leg.request.prefill, manifest=manifest, prompt_hash=hash_prompt(tokens)
+            )
+        except PdplaneError as error:
+            self._let_go(leg, "room", "engine")
+            self._fail(leg, error)
+            return
+        opened = time.monotonic()
+        leg.room.done.add_done_callback(lambda done: self._delivered(leg, done, opened))
+        if leg.cause is not None:
+            leg.room.cancel(leg.cause)
+
+    def _delivered(self, leg: DecodeLeg, done: Future[Delivered], opened: float) -> None:
+        """The cache is whole, or the room failed; either way nothing lands in the blocks any more."""
+        self._let_go(leg, "room")
+        leg.mark("transfer_wait_ms", opened)
+        try:
+            delivered = done.result()
+            if leg.cause is not None:
+                raise RoomFailed(leg.request.room, leg.cause)
+            request = self._continue(leg, delivered)
+            leg.job = self._engine.decode(
+                request, lambda token: self._token(leg, token), lambda: self._let_go(leg, "engine")
+            )
+        except PdplaneError as error:
+            self._let_go(leg, "engine")
+            self._fail(leg, error)
+            return
+        leg.job.future.add_done_callback(lambda job: self._finished(leg, job))
+        if leg.cause is not None:
+            leg.job.cancel()
+
+    def _continue(self, leg: DecodeLeg, delivered: Delivered) -> EngineDecodeRequest:
+        logprob = float("nan") if delivered.logprob is None else delivered.logprob
+        return EngineDecodeRequest(
+            leg.request.tokens,
+            dict(leg.blocks or {}),
+            delivered.first_token,
+            logprob,
+            leg.request.max_tokens,
+            leg.stop_ids,
+        )
+
+    def _token(self, leg: DecodeLeg, token: EngineToken) -> None:
+        """One token, the first one included."""
+        leg.count += 1
+        if leg.count == 1:
+            leg.mark("first_token_ms", leg.began)
+        leg.on_token(Token(token.token, token.logprob))
+
+    def _finished(self, leg: DecodeLeg, job: Future[Any]) -> None:
+        """The sequence has ended."""
+        self._let_go(leg, "engine")
+        if job.cancelled() or job.exception() is not None:
+            cause = leg.cause or ("decode was cancelled" if job.cancelled() else f"decode failed: {job.exception()}")
+            self._fail(leg, RoomFailed(leg.request.room, cause))
+            return
+        leg.mark("decode_ms", leg.began + leg.timings.get("first_token_ms", 0.0) / 1e3)
+        self._legs.remove(leg)
+        finished = Finished(job.result(), len(leg.request.tokens), leg.count, 0, dict(leg.timings))
+        leg.done.set_result(finished)
+
+    def _give_up(self, leg: DecodeLeg) -> None:
+        """Stop the leg at the arrow that it has reached; the later ones look at its cause."""
+        cause = leg.cause or "cancelled"
+        if leg.place is not None and self._queue is not None and self._queue.leave(leg.place):
+            self._fail(leg, RoomFailed(leg.request.room, cause))
+        elif leg.job is not None:
+            leg.job.cancel()
+        elif leg.room is not None:
+            leg.room.cancel(cause)
+
+    def _fail(self, leg: DecodeLeg, error: PdplaneError) -> None:
+        self._legs.remove(leg)
+        leg.done.set_exception(error)
+
+    def _let_go(self, leg: DecodeLeg, *users: str) -> None:
+        for user in users:
+            blocks = self._legs.let_go(leg, user)
+            if blocks is not None and self._queue is not None:
+                self._queue.release(blocks)
+
+    # ---- life
+
+    def start(self) -> None:
+        """Load the model and open the plane. Raises ConfigError with nothing left open."""
+        try:
+            self._http.start()
+            self._engine.start()
+            layout, facts = self._engine.layout, self._engine.fingerprint
+            self._queue = BlockQueue(
+                layout, self._http, timeout_s=self._config.bootstrap_timeout_s, max_waiting=self._max_waiting
+            )
+            self._plane = DecodePlane(
+                self._config,
+                layout=layout,
+                arena=self._engine.arena,
+                fingerprint=Fingerprint(facts.required, facts.advisory),
+                http=self._http,
+            )
+            self._plane.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take no more, wait up to `drain_s` for what runs, end the rest, join every thread; idempotent."""
+        self._draining = True
+        self._legs.drain(drain_s)
+        self._legs.cancel_all("decode is shutting down")
+        if self._plane is not None:
+            self._plane.close()
+        self._engine.close()
+        if self._owns_http:
+            self._http.close()
+
+    @property
+    def ready(self) -> bool:
+        return not self._draining and self.alive
+
+    @property
+    def alive(self) -> bool:
+        return self._plane is not None and self._plane.alive
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def info(self) -> dict[str, Any]:
+        """Facts of the model given at construction, and every address."""
+        plane, config = self._plane, self._config
+        found: dict[str, Any] = {**self._facts, "disaggregation_mode": "decode", "tp_size": config.tp_size}
+        found |= {"dp_size": 1, "transport": config.transport}
+        if plane is not None:
+            found |= {"data": str(plane.data), "session": plane.session, "life": plane.life}
+        return found
+
+    def statistics(self) -> dict[str, Any]:
+        """Every count, JSON-able."""
+        if self._plane is None or self._queue is None:
+            raise LocalProtocolError("this decode has not started")
+        return {"legs": len(self._legs), "blocks": self._queue.counts(), **self._plane.statistics()}

@@ -1,0 +1,238 @@
+"""The prefill daemon's heart. Read it downwards: one method an arrow.
+
+request -> offered -> blocks -> compute -> push -> finish -> released
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import attrs
+
+from pdplane.control.http_thread import HttpThread
+from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, PoolExhausted
+from pdplane.ids import GroupId, Room
+from pdplane.kv.copies import expected_bytes
+from pdplane.messages import Fingerprint, hash_prompt
+from pdplane.node.blocks import BlockQueue, Blocks, Place
+from pdplane.node.legs import Legs, check_prompt, open_future
+from pdplane.node.protocols import EngineJob, FirstToken, PrefillEngine, PrefillRequest, Tokenizer
+from pdplane.plane.config import PrefillConfig
+from pdplane.plane.prefill import PrefillPlane
+from pdplane.plane.rooms import PrefillRoom, RoomWindow
+
+
+@attrs.define(eq=False)
+class PrefillLeg:
+    """One request on its way. Its blocks go back when neither the engine nor a push touches them any more."""
+
+    request: PrefillRequest
+    room: PrefillRoom
+    done: Future[FirstToken] = attrs.field(factory=open_future)
+    began: float = attrs.field(factory=time.monotonic)
+    timings: dict[str, float] = attrs.field(factory=dict)
+    place: Place | None = None
+    blocks: Blocks | None = None
+    gone: set[str] = attrs.field(factory=set)
+    job: EngineJob | None = None
+    nbytes: int = 0
+    first: FirstToken | None = None
+    computed: float = 0.0
+
+    @property
+    def number(self) -> Room:
+        return self.request.room
+
+    def cancel(self, cause: str) -> None:
+        self.room.cancel(cause)
+
+    def mark(self, name: str, since: float) -> None:
+        self.timings[name] = (time.monotonic() - since) * 1e3
+
+
+class PrefillNode:
+    """A plane and an engine that make one prefill rank."""
+
+    def __init__(
+        self,
+        engine: PrefillEngine,
+        config: PrefillConfig,
+        *,
+        http: HttpThread | None = None,
+        max_waiting: int = 256,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._engine, self._config, self._max_waiting = engine, config, max_waiting
+        self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
+        self._facts = dict(facts or {})
+        self._plane: PrefillPlane | None = None
+        self._queue: BlockQueue | None = None
+        self._legs: Legs[PrefillLeg] = Legs()
+        self._draining = False
+
+    # ---- one request
+
+    def prefill(self, request: PrefillRequest) -> PrefillLeg:
+        """Begin a prefill leg; ends in its `done`. Raises ConfigError for a prompt that can never fit."""
+        plane = self._plane
+        if plane is None or self._draining:
+            raise LocalProtocolError("this prefill takes no requests now")
+        check_prompt(self._engine, request.tokens)
+        room = plane.open(request.room, prompt_len=len(request.tokens), prompt_hash=hash_prompt(request.tokens))
+        leg = PrefillLeg(request, room)
+        try:
+            self._legs.add(leg)
+        except LocalProtocolError as live:
+            room.cancel(str(live))
+            raise
+        room.window.add_done_callback(lambda window: self._offered(leg, window))
+        room.done.add_done_callback(lambda done: self._ended(leg, done))
+        room.released.add_done_callback(lambda _: self._released(leg))
+        return leg
+
+    def _offered(self, leg: PrefillLeg, window: Future[RoomWindow]) -> None:
+        """Decode lent its blocks: take our own, in line."""
+        if window.exception() is not None:
+            return  # `_ended` has it
+        offer, queue = window.result(), self._queue
+        assert queue is not None
+        leg.mark("bootstrap_ms", leg.began)
+        if offer.prefix_len:
+            leg.cancel(f"decode holds {offer.prefix_len} tokens already; this prefill computes whole prompts only")
+            return
+        for destination in offer.destinations:
+            leg.nbytes += expected_bytes(destination.layout, destination.manifest, destination.route)
+        try:
+            counts = self._engine.blocks_needed(len(leg.request.tokens))
+            leg.place = queue.acquire(counts, lambda blocks: self._compute(leg, blocks))
+        except PdplaneError as error:
+            leg.cancel(str(error))
+
+    def _compute(self, leg: PrefillLeg, blocks: Blocks | PoolExhausted) -> None:
+        """The blocks are ours: let the engine fill them."""
+        if isinstance(blocks, PoolExhausted):
+            leg.cancel(f"prefill has no blocks: {blocks}")
+            return
+        self._legs.hold(leg, blocks)
+        leg.mark("alloc_ms", leg.began)
+        started = time.monotonic()
+        try:
+            if leg.room.done.done():
+                raise LocalProtocolError("the room ended while it stood in line")
+            leg.job = self._engine.prefill(leg.request.tokens, blocks, lambda steps: self._push(leg, blocks, steps))
+        except PdplaneError as error:
+            leg.cancel(str(error))
+            self._let_go(leg, "engine")
+            return
+        leg.job.future.add_done_callback(lambda job: self._finish(leg, job, started))
+        if leg.room.done.done():
+            leg.job.cancel()
+
+    def _push(self, leg: PrefillLeg, blocks: Mapping[GroupId, tuple[int, ...]], steps: range) -> None:
+        """Some layers' pages are complete: send them while the rest is computed."""
+        if not leg.room.done.done():
+            leg.room.push(blocks, steps)
+
+    def _finish(self, leg: PrefillLeg, job: Future[Any], started: float) -> None:
+        """The engine has ended: tell the room how."""
+        leg.mark("prefill_ms", started)
+        leg.computed = time.monotonic()
+        if job.cancelled() or job.exception() is not None:
+            leg.cancel("prefill was cancelled" if job.cancelled() else f"prefill failed: {job.exception()}")
+        else:
+            leg.first = FirstToken(job.result().token, job.result().logprob)
+            leg.room.finish(leg.first.token, leg.first.logprob)
+        self._let_go(leg, "engine")
+
+    def _ended(self, leg: PrefillLeg, done: Future[None]) -> None:
+        """Success has gone out, or the room failed: answer whoever waits."""
+        error = done.exception()
+        if error is not None:
+            if leg.place is not None and self._queue is not None:
+                self._queue.leave(leg.place)
+            if leg.job is not None:
+                leg.job.cancel()
+            leg.done.set_exception(error)
+            return
+        first = leg.first
+        if first is None:
+            leg.done.set_exception(InternalError("a room succeeded without a first token"))
+            return
+        seconds = time.monotonic() - leg.computed
+        leg.timings |= {"transfer_ms": seconds * 1e3, "transfer_mb": leg.nbytes / 1e6}
+        leg.timings["transfer_gb_s"] = leg.nbytes / 1e9 / max(seconds, 1e-9)
+        leg.done.set_result(attrs.evolve(first, timings=dict(leg.timings)))
+
+    def _released(self, leg: PrefillLeg) -> None:
+        """No push reads our blocks any more."""
+        self._legs.remove(leg)
+        self._let_go(leg, "room")
+
+    def _let_go(self, leg: PrefillLeg, user: str) -> None:
+        blocks = self._legs.let_go(leg, user)
+        if blocks is not None and self._queue is not None:
+            self._queue.release(blocks)
+
+    # ---- life
+
+    def start(self) -> None:
+        """Load the model, open the plane, announce it. Raises ConfigError with nothing left open."""
+        try:
+            self._http.start()
+            self._engine.start()
+            layout, facts = self._engine.layout, self._engine.fingerprint
+            self._queue = BlockQueue(
+                layout, self._http, timeout_s=self._config.waiting_timeout_s, max_waiting=self._max_waiting
+            )
+            self._plane = PrefillPlane(
+                self._config,
+                layout=layout,
+                arena=self._engine.arena,
+                fingerprint=Fingerprint(facts.required, facts.advisory),
+                http=self._http,
+            )
+            self._plane.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take no more, wait up to `drain_s` for what runs, end the rest, join every thread; idempotent."""
+        self._draining = True
+        self._legs.drain(drain_s)
+        if self._plane is not None:
+            self._plane.close()
+        self._engine.close()
+        if self._owns_http:
+            self._http.close()
+
+    @property
+    def ready(self) -> bool:
+        return not self._draining and self._plane is not None and self._plane.ready
+
+    @property
+    def alive(self) -> bool:
+        return self._plane is not None and self._plane.alive
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def info(self) -> dict[str, Any]:
+        """Facts of the model given at construction, and every address."""
+        plane, config = self._plane, self._config
+        found: dict[str, Any] = {**self._facts, "disaggregation_mode": "prefill", "tp_size": config.tp_size}
+        found |= {"dp_size": config.dp_size, "transport": config.transport}
+        if plane is not None and plane.rendezvous is not None:
+            found |= {"bootstrap_host": config.advertised, "bootstrap_port": plane.rendezvous.port}
+            found |= {"control": str(plane.control), "life": plane.life}
+        return found
+
+    def statistics(self) -> dict[str, Any]:
+        """Every count, JSON-able."""
+        if self._plane is None or self._queue is None:
+            raise LocalProtocolError("this prefill has not started")
+        return {"legs": len(self._legs), "blocks": self._queue.counts(), **self._plane.statistics()}

@@ -1,0 +1,92 @@
+"""What an embedder sets; every deadline in seconds, every default for one host."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import attrs
+
+from pdplane.errors import ConfigError
+from pdplane.ids import Endpoint
+from pdplane.security import Secret
+from pdplane.transport.options import TransportOptions
+
+DEFAULT_BOOTSTRAP_PORT = 8998
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+def _at_least(low: float) -> object:
+    return attrs.validators.ge(low)
+
+
+@attrs.frozen(kw_only=True)
+class PlaneConfig:
+    """What both roles have in common.
+
+    `advertise_host` is the address that peers are told; it defaults to `host`. Port 0 takes a free one.
+    Raises ConfigError.
+    """
+
+    host: str = "127.0.0.1"
+    advertise_host: str | None = None
+    tp_size: int = 1
+    tp_rank: int = 0
+    secret: Secret | None = None
+    bootstrap_timeout_s: float = 120.0
+    waiting_timeout_s: float = 300.0
+    ping_interval_s: float = 2.0
+    transport: str = "tcp"
+    transport_options: TransportOptions = attrs.field(factory=TransportOptions)
+    record_events: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError("host is empty")
+        if self.host in _WILDCARDS and self.advertise_host is None:
+            raise ConfigError(
+                f"host {self.host} is every interface: say which address peers can reach (advertise_host)"
+            )
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise ConfigError(f"tp_rank {self.tp_rank} is outside 0..{self.tp_size - 1}")
+        for name in ("bootstrap_timeout_s", "waiting_timeout_s"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is below 1 s")
+        if self.ping_interval_s <= 0:
+            raise ConfigError("ping_interval_s must be above zero")
+
+    @property
+    def advertised(self) -> str:
+        return self.advertise_host or self.host
+
+
+@attrs.frozen(kw_only=True)
+class PrefillConfig(PlaneConfig):
+    """A prefill rank. `rendezvous` names another rank's; without it this rank serves one at `bootstrap_port`."""
+
+    control_port: int = 0
+    bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
+    rendezvous: Endpoint | None = None
+    dp_size: int = 1
+    dp_rank: int = 0
+    exact: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class DecodeConfig(PlaneConfig):
+    """A decode rank; `data_port` is where prefill ranks connect to push."""
+
+    data_port: int = 0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name stays on this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found)

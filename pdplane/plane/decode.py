@@ -1,0 +1,258 @@
+"""DecodePlane: a decode rank for whoever has blocks to be filled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Self
+
+import attrs
+
+from pdplane import wire
+from pdplane.control.curve import Curve
+from pdplane.control.dealers import Dealers
+from pdplane.control.http_thread import HttpThread
+from pdplane.control.lookup import LookUp, LookUpOptions, PrefillFound, PrefillNotFound
+from pdplane.control.reactor import Reactor
+from pdplane.errors import ConfigError, LocalProtocolError, WireError
+from pdplane.ids import Endpoint, Room, SessionId, new_life
+from pdplane.kv.arena import Arena
+from pdplane.kv.copies import window_runs
+from pdplane.kv.layout import Layout
+from pdplane.kv.manifest import Manifest, validate_manifest
+from pdplane.machine import actions, events
+from pdplane.machine.decode import DecodeMachine
+from pdplane.machine.settings import DecodeSettings
+from pdplane.messages import Fingerprint, Registration
+from pdplane.plane import events as told
+from pdplane.plane.config import DecodeConfig
+from pdplane.plane.handles import Handles
+from pdplane.plane.rooms import DecodeRoom, broken, check_room, settle
+from pdplane.transport import reports
+from pdplane.transport.fence import Fence
+from pdplane.transport.registry import open_receiver
+
+
+class DecodePlane:
+    """Registers the arena with prefill ranks, offers blocks for rooms, lets exactly those be written.
+
+    `with DecodePlane(config, layout=layout, arena=arena) as plane:` starts it; the constructor opens nothing.
+    Thread-safe: everything posts to the reactor. `http` shares an HTTP thread; without it the plane has its own.
+    """
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        *,
+        layout: Layout,
+        arena: Arena,
+        fingerprint: Fingerprint | None = None,
+        http: HttpThread | None = None,
+    ) -> None:
+        if layout.arena_bytes > arena.nbytes:
+            raise ConfigError(f"the layout needs {layout.arena_bytes} bytes, the arena has {arena.nbytes}")
+        self.config, self.layout, self.arena = config, layout, arena
+        self.life = new_life()
+        self.session = SessionId("")
+        self._fingerprint = fingerprint or Fingerprint()
+        self._rejected: Counter[str] = Counter()
+        self._fence = Fence(arena)
+        self._receiver = open_receiver(
+            config.transport,
+            listen=Endpoint(config.host, config.data_port),
+            decode_life=self.life,
+            fence=self._fence,
+            report=self._hear,
+            secret=config.secret,
+            options=config.transport_options,
+        )
+        self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
+        options = LookUpOptions(deadline_s=config.bootstrap_timeout_s)
+        self._look_up = LookUp(self._http, options, config.secret)
+        self._machine: DecodeMachine | None = None
+        self._reactor: Reactor[events.DecodeEvent, actions.DecodeAction] | None = None
+        self._dealers = Dealers(self._rejected, Curve(config.secret) if config.secret else None)
+        self._handles: Handles[DecodeRoom] = Handles(record=config.record_events)
+        self._state = "new"
+
+    # ---- life
+
+    def start(self) -> None:
+        """Listen for data and start the threads. Raises ConfigError, with nothing left open."""
+        self._state = "open"
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, cause: str = "decode is shutting down") -> None:
+        """Fail what is live, tell the peers, join every thread; idempotent."""
+        if self._state in ("new", "closed"):
+            return
+        self._state = "closed"
+        if self._reactor and self._reactor.alive:
+            self._reactor.post(events.Closing(cause))
+            self._reactor.close()
+        self._receiver.close()
+        self._handles.fail_all(LocalProtocolError(cause))
+        self._dealers.close()
+        if self._owns_http:
+            self._http.close()
+
+    # ---- rooms
+
+    def open(self, room: int, *, prefill: Endpoint, manifest: Manifest, prompt_hash: str = "") -> DecodeRoom:
+        """Ask the prefill behind the rendezvous at `prefill` to fill the manifest's blocks.
+
+        The blocks are lent until `done`: nobody else may write or reuse them. Raises WireError for a manifest that
+        does not fit the layout. A room that is live already ends the handle with LocalProtocolError.
+        """
+        if self._state != "open" or self._reactor is None:
+            raise LocalProtocolError(f"the decode plane is {self._state}")
+        validate_manifest(manifest, self.layout)
+        if len(prompt_hash) > 128:
+            raise LocalProtocolError("prompt_hash is longer than 128 characters")
+        reactor, number, ticket = self._reactor, check_room(room), self._handles.ticket()
+
+        def cancel(cause: str) -> None:
+            reactor.post(events.RoomCancelled(number, ticket, cause))
+
+        handle = DecodeRoom(number, ticket, cancel)
+        self._handles.add(handle)
+        reactor.post(events.DecodeRequested(number, ticket, prefill, manifest, prompt_hash))
+        return handle
+
+    def poll(self) -> list[told.PlaneEvent]:
+        """What happened since the last call, for a scheduler's step loop; needs `record_events` in the config."""
+        return self._handles.poll()
+
+    # ---- state
+
+    @property
+    def alive(self) -> bool:
+        """No thread of ours has died."""
+        return self._state == "open" and self._reactor is not None and self._reactor.alive
+
+    @property
+    def data(self) -> Endpoint:
+        """Where prefill ranks connect to push."""
+        return self._receiver.endpoint
+
+    def statistics(self) -> dict[str, Any]:
+        """Every count, JSON-able; what only grows stands under `totals` and `rejected`."""
+        if self._reactor is None or self._machine is None:
+            raise LocalProtocolError("the decode plane has not started")
+        counts = attrs.asdict(self._reactor.ask(self._machine.counts))
+        counts["rejected"] = dict(Counter(counts["rejected"]) + self._rejected)
+        counts["fence"] = attrs.asdict(self._fence.snapshot())
+        counts["receiver"] = attrs.asdict(self._receiver.snapshot())
+        counts["handles"] = len(self._handles)
+        return counts
+
+    # ---- the reactor's thread
+
+    def _perform(self, action: actions.DecodeAction) -> Iterable[events.DecodeEvent]:
+        match action:
+            case actions.Tell() | actions.Offer():
+                self._dealers.send(action)
+            case actions.OpenWindow(number, generation, manifest, writers):
+                self._fence.open(number, generation, *window_runs(self.layout, manifest), writers=dict(writers))
+            case actions.CloseWindow(number, generation):
+                self._fence.close(number, generation)
+            case actions.LookUp(bootstrap, number):
+                self._look_up.find(bootstrap, number, lambda found: self._found(number, found))
+            case actions.Connect(channel, endpoint):
+                self._dealers.connect(channel, endpoint, self.session)
+            case actions.Disconnect(channel):
+                self._dealers.disconnect(channel)
+            case _:
+                self._tell(action)
+        return ()
+
+    def _tell(self, action: actions.DecodeAction) -> None:
+        assert isinstance(action, actions.Deliver | actions.Fail)
+        handle = self._handles.pop(action.ticket)
+        if handle is None:
+            return
+        if isinstance(action, actions.Deliver):
+            self._handles.record(told.RoomDelivered(action.room, action.ticket, action.delivered))
+            settle(handle.done, action.delivered)
+        else:
+            self._handles.record(told.RoomEnded(action.room, action.ticket, action.error))
+            handle.end(action.error)
+
+    def _broke(self, error: Exception) -> None:
+        self._handles.fail_all(broken(error))
+
+    # ---- other threads' news
+
+    def _hear(self, report: reports.Report) -> None:
+        reactor = self._reactor
+        if reactor is None:
+            return
+        match report:
+            case reports.Landed(number, generation, prefill_rank, nbytes):
+                reactor.post(events.Landed(number, generation, prefill_rank, nbytes))
+            case reports.WriterCut(_, life, cause):
+                reactor.post(events.WriterCut(life, cause))
+            case _:
+                return
+
+    def _found(self, number: Room, found: PrefillFound | PrefillNotFound) -> None:
+        assert self._reactor is not None
+        self._reactor.post(read_answer(number, found))
+
+    # ---- start
+
+    def _start(self) -> None:
+        config = self.config
+        self.session = self._receiver.start(config.advertised)
+        registration = Registration(
+            config.advertised,
+            self._receiver.endpoint.port,
+            self.session,
+            self.arena.base,
+            wire.encode_layout(self.layout),
+            config.tp_size,
+            config.tp_rank,
+        )
+        self._machine = DecodeMachine(_settings(config), self.layout, self.life, registration, self._fingerprint)
+        self._reactor = Reactor("pdplane-decode", self._machine, self._perform, self._broke)
+        self._dealers.open(self._reactor)
+        self._http.start()
+        self._reactor.start()
+
+
+def read_answer(number: Room, found: PrefillFound | PrefillNotFound) -> events.PeerFound | events.PeerMissing:
+    """A rendezvous answer as the machine's event; one that native decode cannot use becomes PeerMissing."""
+    if isinstance(found, PrefillNotFound):
+        return events.PeerMissing(number, found.bootstrap, found.cause)
+    ranks = []
+    for rank in found.ranks:
+        if rank.router_port is None or rank.life is None:
+            return events.PeerMissing(number, found.bootstrap, f"prefill at {found.bootstrap} is a legacy peer")
+        ranks.append(events.PeerRank(rank.prefill_rank, Endpoint(rank.host, rank.router_port), rank.life))
+    try:
+        layout = wire.decode_layout(found.layout)
+    except WireError as wrong:
+        return events.PeerMissing(number, found.bootstrap, f"prefill at {found.bootstrap} has a bad layout: {wrong}")
+    return events.PeerFound(number, found.bootstrap, found.dp_group, found.dp_size, layout, tuple(ranks))
+
+
+def _settings(config: DecodeConfig) -> DecodeSettings:
+    return DecodeSettings(
+        tp_size=config.tp_size,
+        tp_rank=config.tp_rank,
+        version="1",
+        bootstrap_timeout_s=config.bootstrap_timeout_s,
+        waiting_timeout_s=config.waiting_timeout_s,
+        ping_interval_s=config.ping_interval_s,
+    )

@@ -1,0 +1,253 @@
+"""PrefillPlane: a prefill rank for whoever has pages to send."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import attrs
+import zmq
+
+from pdplane import wire
+from pdplane.control.channel import RouterChannel, open_context
+from pdplane.control.curve import Curve, Gatekeeper
+from pdplane.control.http_thread import HttpThread
+from pdplane.control.lookup import Announcement, Announcer
+from pdplane.control.reactor import Reactor
+from pdplane.control.rendezvous import rendezvous_app
+from pdplane.errors import ConfigError, LocalProtocolError
+from pdplane.ids import Endpoint, SessionId, new_life
+from pdplane.kv.arena import Arena
+from pdplane.kv.copies import Copies
+from pdplane.kv.layout import Layout
+from pdplane.machine import actions, events
+from pdplane.machine.prefill import PrefillMachine
+from pdplane.machine.settings import PrefillSettings
+from pdplane.messages import Fingerprint
+from pdplane.plane import events as told
+from pdplane.plane.config import PrefillConfig
+from pdplane.plane.handles import Handles
+from pdplane.plane.rooms import PrefillRoom, RoomWindow, broken, check_room, settle
+from pdplane.plane.senders import Senders
+
+
+class PrefillPlane:
+    """Registers decode ranks, hears what blocks they offer, pushes pages into them.
+
+    `with PrefillPlane(config, layout=layout, arena=arena) as plane:` starts it; the constructor opens nothing.
+    Thread-safe: everything posts to the reactor. `http` shares an HTTP thread; without it the plane has its own.
+    """
+
+    def __init__(
+        self,
+        config: PrefillConfig,
+        *,
+        layout: Layout,
+        arena: Arena,
+        fingerprint: Fingerprint | None = None,
+        http: HttpThread | None = None,
+    ) -> None:
+        if layout.arena_bytes > arena.nbytes:
+            raise ConfigError(f"the layout needs {layout.arena_bytes} bytes, the arena has {arena.nbytes}")
+        self.config, self.layout, self.arena = config, layout, arena
+        self.life = new_life()
+        self._rejected: Counter[str] = Counter()
+        self._machine = PrefillMachine(_settings(config), layout, self.life, fingerprint or Fingerprint())
+        self._reactor: Reactor[events.PrefillEvent, actions.PrefillAction] = Reactor(
+            "pdplane-prefill", self._machine, self._perform, self._broke
+        )
+        self._senders = Senders(config, arena, self.life, self._reactor.post)
+        curve = Curve(config.secret) if config.secret else None
+        self._gate = Gatekeeper(curve) if curve else None
+        self._router = RouterChannel(self._rejected, curve)
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
+        self._announcer: Announcer | None = None
+        self._handles: Handles[PrefillRoom] = Handles(record=config.record_events)
+        self._state = "new"
+        self.control: Endpoint | None = None
+        self.rendezvous: Endpoint | None = None
+
+    # ---- life
+
+    def start(self) -> None:
+        """Bind, serve the rendezvous (rank 0), announce this rank. Raises ConfigError, with nothing left open."""
+        self._state = "open"
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, cause: str = "prefill is shutting down") -> None:
+        """Fail what is live, tell the peers, join every thread; idempotent."""
+        if self._state in ("new", "closed"):
+            return
+        self._state = "closed"
+        if self._announcer:
+            self._announcer.stop()
+        if self._reactor.alive:
+            self._reactor.post(events.Closing(cause))
+            self._reactor.close()
+        self._senders.close_all()
+        self._handles.fail_all(LocalProtocolError(cause))
+        self._router.close()
+        if self._gate:
+            self._gate.close()
+        if self._context is not None:
+            self._context.term()
+        if self._owns_http:
+            self._http.close()
+
+    # ---- rooms
+
+    def open(self, room: int, *, prompt_len: int | None = None, prompt_hash: str | None = None) -> PrefillRoom:
+        """Wait for decode's offer of this room.
+
+        With `prompt_len` and `prompt_hash` (see `hash_prompt`) an offer for another prompt is refused. A room that is
+        live already ends the new handle's futures with LocalProtocolError.
+        """
+        if self._state != "open":
+            raise LocalProtocolError(f"the prefill plane is {self._state}")
+        number, ticket = check_room(room), self._handles.ticket()
+
+        def push(copies: Mapping[SessionId, Copies]) -> None:
+            self._reactor.post(events.PushRequested(number, ticket, copies))
+
+        def finish(token: int, logprob: float | None, candidates: Sequence[int] | None, cached: int) -> None:
+            bits = None if logprob is None else struct.pack("<d", logprob)
+            chosen = tuple(candidates) if candidates else None
+            self._reactor.post(events.RoomFinished(number, ticket, token, bits, chosen, cached))
+
+        def cancel(cause: str) -> None:
+            self._reactor.post(events.RoomCancelled(number, ticket, cause))
+
+        handle = PrefillRoom(number, ticket, self.layout, push, finish, cancel)
+        self._handles.add(handle)
+        self._reactor.post(events.PrefillRequested(number, ticket, prompt_len, prompt_hash))
+        return handle
+
+    def poll(self) -> list[told.PlaneEvent]:
+        """What happened since the last call, for a scheduler's step loop; needs `record_events` in the config."""
+        return self._handles.poll()
+
+    # ---- state
+
+    @property
+    def ready(self) -> bool:
+        """Peers can find and reach this rank."""
+        return self.alive and self._announcer is not None and self._announcer.ready.is_set()
+
+    @property
+    def alive(self) -> bool:
+        """No thread of ours has died."""
+        return self._state == "open" and self._reactor.alive
+
+    def statistics(self) -> dict[str, Any]:
+        """Every count, JSON-able; what only grows stands under `totals` and `rejected`."""
+        counts = attrs.asdict(self._reactor.ask(self._machine.counts))
+        counts["rejected"] = dict(Counter(counts["rejected"]) + self._rejected)
+        counts["data_connections"] = len(self._senders)
+        counts["handles"] = len(self._handles)
+        return counts
+
+    # ---- the reactor's thread
+
+    def _perform(self, action: actions.PrefillAction) -> Iterable[events.PrefillEvent]:
+        match action:
+            case actions.Send():
+                return self._router.send(action)
+            case actions.Push():
+                return self._senders.push(action)
+            case actions.OpenData(session, life):
+                return self._senders.open(session, life)
+            case actions.CloseData(session, life):
+                self._senders.close(session, life)
+            case actions.CancelPush():
+                self._senders.cancel(action)
+            case _:
+                self._tell(action)
+        return ()
+
+    def _tell(self, action: actions.PrefillAction) -> None:
+        assert isinstance(action, actions.Windowed | actions.Succeed | actions.Release | actions.Fail)
+        handle = self._handles.get(action.ticket)
+        if handle is None:
+            return
+        match action:
+            case actions.Windowed(number, ticket, prefix_len, prompt_len, destinations):
+                window = RoomWindow(prefix_len, prompt_len, destinations)
+                self._handles.record(told.RoomWindowed(number, ticket, window))
+                settle(handle.window, window)
+            case actions.Succeed(number, ticket):
+                self._handles.record(told.RoomSucceeded(number, ticket))
+                settle(handle.done, None)
+            case actions.Fail(number, ticket, error):
+                self._handles.record(told.RoomEnded(number, ticket, error))
+                handle.fail(error)
+                if isinstance(error, LocalProtocolError):  # refused before it began: there is nothing to release
+                    self._release(handle)
+            case actions.Release(number, ticket):
+                self._handles.record(told.RoomReleased(number, ticket))
+                self._release(handle)
+
+    def _release(self, handle: PrefillRoom) -> None:
+        self._handles.pop(handle.ticket)
+        settle(handle.released, None)
+
+    def _broke(self, error: Exception) -> None:
+        self._handles.fail_all(broken(error))
+
+    # ---- start
+
+    def _start(self) -> None:
+        config = self.config
+        self._context = context = open_context()
+        if self._gate:
+            self._gate.bind(context)
+            self._reactor.watch(self._gate)
+        self.control = self._router.bind(context, Endpoint(config.host, config.control_port))
+        self._reactor.watch(self._router)
+        self._http.start()
+        self.rendezvous = config.rendezvous or self._serve_rendezvous()
+        self._reactor.start()
+        self._announcer = Announcer(self._http, self.rendezvous, self._announcement(), secret=config.secret)
+        self._announcer.start()
+
+    def _serve_rendezvous(self) -> Endpoint:
+        app = rendezvous_app(secret=self.config.secret)
+        return self._http.serve(app, self.config.host, self.config.bootstrap_port)
+
+    def _announcement(self) -> Announcement:
+        config, control = self.config, self.control
+        assert control is not None
+        return Announcement(
+            world_rank=config.dp_rank * config.tp_size + config.tp_rank,
+            world_size=config.tp_size * config.dp_size,
+            dp_size=config.dp_size,
+            host=config.advertised,
+            port=control.port,
+            router_port=control.port,
+            life=self.life,
+            layout=wire.encode_layout(self.layout),
+        )
+
+
+def _settings(config: PrefillConfig) -> PrefillSettings:
+    return PrefillSettings(
+        prefill_rank=config.tp_rank,
+        tp_size=config.tp_size,
+        exact=config.exact,
+        bootstrap_timeout_s=config.bootstrap_timeout_s,
+        waiting_timeout_s=config.waiting_timeout_s,
+        ping_interval_s=config.ping_interval_s,
+    )

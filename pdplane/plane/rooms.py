@@ -1,0 +1,173 @@
+"""A caller's handles on rooms: each waiting step is one future, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import attrs
+
+from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, RoomFailed
+from pdplane.ids import MAX_ROOM, FieldId, GroupId, Room, SessionId
+from pdplane.kv.copies import Copies, plan_copies
+from pdplane.kv.layout import Layout
+from pdplane.machine.actions import Delivered, Destination
+
+T = TypeVar("T")
+
+
+def _open_future() -> Future[T]:
+    """A future that only the plane ends: cancelling an asyncio wrapper must not reach it."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def check_room(room: int) -> Room:
+    """The number as a Room; LocalProtocolError when the wire cannot carry it."""
+    if not 0 <= room <= MAX_ROOM:
+        raise LocalProtocolError(f"room {room} is outside 0..{MAX_ROOM}")
+    return Room(room)
+
+
+def settle(future: Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def fail(future: Future[T], error: PdplaneError) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _wait(future: Future[T], room: Room, timeout_s: float | None, what: str) -> T:
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        if future.done():
+            raise
+        raise RoomFailed(room, f"{what} did not come within {timeout_s:g} s; the room is still live") from None
+
+
+@attrs.frozen
+class RoomWindow:
+    """What decode asked for: tokens from `prefix_len` up to `prompt_len`, into these destinations."""
+
+    prefix_len: int
+    prompt_len: int
+    destinations: tuple[Destination, ...]
+
+
+@attrs.frozen(eq=False)
+class PrefillRoom:
+    """One use of a room on a prefill rank; made by `PrefillPlane.open`, usable from any thread.
+
+    `window` ends when every decode rank has offered its blocks, `done` when Success has gone out, `released`
+    (never with an error) when nothing reads the source blocks any more. A room that fails ends the first two
+    with RoomFailed, at once.
+    """
+
+    room: Room
+    ticket: int
+    window: Future[RoomWindow] = attrs.field(factory=_open_future, init=False)
+    done: Future[None] = attrs.field(factory=_open_future, init=False)
+    released: Future[None] = attrs.field(factory=_open_future, init=False)
+    _layout: Layout
+    _push: Callable[[Mapping[SessionId, Copies]], None]
+    _finish: Callable[[int, float | None, Sequence[int] | None, int], None]
+    _cancel: Callable[[str], None]
+
+    def wait_window(self, timeout_s: float | None = None) -> RoomWindow:
+        """Block until decode's offer is whole; RoomFailed when the room ends first or the time is over."""
+        return _wait(self.window, self.room, timeout_s, "decode's offer")
+
+    def push(self, source_blocks: Mapping[GroupId, Sequence[int]], steps: range | None = None) -> None:
+        """Send these blocks' fields of the given layout steps (all of them by default); returns at once.
+
+        `source_blocks` are this arena's ids for the window's slots, in slot order. They must not change before
+        `released`. A push that fails fails the room.
+        """
+        window = self._offered()
+        fields = None if steps is None else _fields_of(self._layout, steps)
+        copies = {
+            destination.session: plan_copies(
+                destination.route, self._layout, source_blocks, destination.layout, destination.manifest, fields
+            )
+            for destination in window.destinations
+        }
+        self._push({session: found for session, found in copies.items() if len(found.length)})
+
+    def finish(
+        self,
+        first_token: int,
+        logprob: float | None = None,
+        candidates: Sequence[int] | None = None,
+        cached_tokens: int = 0,
+    ) -> Future[None]:
+        """Everything is pushed: once all of it is acknowledged, Success goes out with these values. Gives `done`."""
+        self._offered()
+        if not 0 <= first_token < 2**31:
+            raise LocalProtocolError(f"first_token is {first_token}: a room cannot succeed without a token id")
+        if not 0 <= cached_tokens < 2**63:
+            raise LocalProtocolError(f"cached_tokens is {cached_tokens}, it must be 0..2**63-1")
+        if any(not -(2**31) <= token < 2**31 for token in candidates or ()):
+            raise LocalProtocolError("candidates must fit 32 bits: so they travel")
+        self._finish(first_token, logprob, candidates, cached_tokens)
+        return self.done
+
+    def cancel(self, cause: str = "cancelled by the caller") -> None:
+        """End the room and tell decode; returns at once, harmless after the end."""
+        self._cancel(cause)
+
+    def _offered(self) -> RoomWindow:
+        if not self.window.done():
+            raise LocalProtocolError(f"room {self.room} has no window yet: wait for it first")
+        return self.window.result()
+
+    def fail(self, error: PdplaneError) -> None:
+        """For the plane: fail whatever still waits but `released`."""
+        fail(self.window, error)
+        fail(self.done, error)
+
+    def end(self, error: PdplaneError) -> None:
+        """For the plane: fail whatever still waits; nothing reads the blocks any more."""
+        self.fail(error)
+        settle(self.released, None)
+
+
+@attrs.frozen(eq=False)
+class DecodeRoom:
+    """One use of a room on a decode rank; made by `DecodePlane.open`, usable from any thread.
+
+    `done` ends with what was delivered, or with RoomFailed. In both cases nothing lands in the room's blocks
+    any more: they belong to the caller again.
+    """
+
+    room: Room
+    ticket: int
+    done: Future[Delivered] = attrs.field(factory=_open_future, init=False)
+    _cancel: Callable[[str], None]
+
+    def wait(self, timeout_s: float | None = None) -> Delivered:
+        """Block until the cache is whole; RoomFailed when the room ends otherwise or the time is over."""
+        return _wait(self.done, self.room, timeout_s, "the cache")
+
+    def cancel(self, cause: str = "cancelled by the caller") -> None:
+        """End the room and tell prefill; returns at once, harmless after the end."""
+        self._cancel(cause)
+
+    def end(self, error: PdplaneError) -> None:
+        """For the plane: fail whatever still waits."""
+        fail(self.done, error)
+
+
+def _fields_of(layout: Layout, steps: range) -> frozenset[FieldId]:
+    found = layout.steps
+    if any(not 0 <= step < len(found) for step in steps):
+        raise LocalProtocolError(f"steps {steps} are outside 0..{len(found) - 1}")
+    return frozenset(field for step in steps for field in found[step])
+
+
+def broken(error: Exception) -> InternalError:
+    return InternalError(f"the control thread ended by a bug: {error!r}")

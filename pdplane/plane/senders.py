@@ -1,0 +1,107 @@
+"""The data connections of a prefill rank: one a session's life, opened when first needed, owned by the reactor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from pdplane.errors import ConfigError, LocalProtocolError
+from pdplane.ids import Endpoint, Life, Rank, SessionId
+from pdplane.kv.arena import Arena
+from pdplane.machine import events
+from pdplane.machine.actions import CancelPush, Push
+from pdplane.plane.config import PrefillConfig
+from pdplane.transport import pushes, reports
+from pdplane.transport.registry import Sender, open_sender
+
+
+@attrs.define
+class _Connection:
+    sender: Sender
+    over: bool = False
+
+
+class Senders:
+    """Everything here runs on the reactor's thread but the reports, which only post."""
+
+    def __init__(
+        self, config: PrefillConfig, arena: Arena, life: Life, post: Callable[[events.PrefillEvent], None]
+    ) -> None:
+        self._config, self._arena, self._life, self._post = config, arena, life, post
+        self._connections: dict[tuple[SessionId, Life], _Connection] = {}
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def open(self, session: SessionId, life: Life) -> list[events.PrefillEvent]:
+        """Connect, to learn who answers at the session's address; the event is the failure to try."""
+        self._sweep()
+        try:
+            self._connect(session, life)
+        except ConfigError as wrong:
+            return [events.DataLost(session, life, str(wrong))]
+        return []
+
+    def push(self, push: Push) -> list[events.PrefillEvent]:
+        """Queue a push on its session's connection, made anew if the last one is over."""
+        try:
+            connection = self._connections.get((push.session, push.life))
+            if connection is None or connection.over:
+                connection = self._connect(push.session, push.life)
+            connection.sender.submit(pushes.Push(push.room, push.generation, push.push, push.copies))
+        except (ConfigError, LocalProtocolError) as wrong:
+            return [events.PushEnded(push.session, push.room, push.generation, push.push, str(wrong))]
+        return []
+
+    def cancel(self, action: CancelPush) -> None:
+        if connection := self._connections.get((action.session, action.life)):
+            connection.sender.cancel(action.room, action.generation)
+
+    def close(self, session: SessionId, life: Life) -> None:
+        if connection := self._connections.pop((session, life), None):
+            connection.sender.close()
+
+    def close_all(self) -> None:
+        for key in list(self._connections):
+            self.close(*key)
+
+    def _connect(self, session: SessionId, life: Life) -> _Connection:
+        self.close(session, life)
+        try:
+            peer = Endpoint.parse(session)
+        except ValueError as wrong:
+            raise ConfigError(f"session {session!r} is no data address: {wrong}") from None
+        connection: _Connection
+        sender = open_sender(
+            self._config.transport,
+            peer=peer,
+            session=session,
+            prefill_rank=Rank(self._config.tp_rank),
+            prefill_life=self._life,
+            arena=self._arena,
+            report=lambda report: self._hear(connection, life, report),
+            secret=self._config.secret,
+            options=self._config.transport_options,
+        )
+        connection = self._connections[session, life] = _Connection(sender)
+        sender.start()
+        return connection
+
+    def _sweep(self) -> None:
+        for key in [key for key, connection in self._connections.items() if connection.over]:
+            self.close(*key)
+
+    def _hear(self, connection: _Connection, life: Life, report: reports.Report) -> None:
+        match report:
+            case reports.Connected(session, decode_life):
+                self._post(events.DataConnected(session, life, decode_life))
+            case reports.Pushed(session, room, generation, push, _):
+                self._post(events.PushEnded(session, room, generation, push, None))
+            case reports.PushFailed(session, room, generation, push, cause):
+                self._post(events.PushEnded(session, room, generation, push, cause))
+            case reports.ConnectFailed(session, cause) | reports.Disconnected(session, cause):
+                connection.over = True
+                self._post(events.DataLost(session, life, cause))
+            case _:
+                return
