@@ -32,6 +32,7 @@ ALL: list[Notice] = [
     Registered(SESSION, LIFE),
     Refused(SESSION, "dtype", "float32", "bfloat16"),
     Window(Room(MAX_ROOM), Generation(2**64 - 1), "ab" * 32),
+    Window(Room(1), Generation(0), ""),
     UnknownSession(Room(0), SESSION),
     Failed(Room(1), Generation(1), "the engine ran out of memory: \u00e9"),
     Cancel(Room(1), Generation(0), ""),
