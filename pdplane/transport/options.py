@@ -12,7 +12,7 @@ from pdplane.transport.framing import MAX_SEGMENT_BYTES
 class TransportOptions:
     """Bounds and times of both sides.
 
-    `socket_buffer_bytes` None means 512 KiB to a loopback address (larger ones leave the cache) and the
+    `socket_buffer_bytes` None means 256 KiB to a loopback address and the
     kernel's autotuning to any other. `call_bytes` bounds one system call, `segment_bytes` one segment.
     """
 
@@ -27,7 +27,7 @@ class TransportOptions:
     close_timeout_s: float = 5.0
     socket_buffer_bytes: int | None = None
     call_bytes: int = 16 << 20
-    segment_bytes: int = 16 << 20
+    segment_bytes: int = 32 << 20
     max_queued: int = 4096
     """Pushes that wait to be sent; more fail at once."""
     max_unacknowledged: int = 64

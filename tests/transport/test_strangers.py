@@ -1,0 +1,252 @@
+"""A TCP receiver among strangers: garbage, floods, idle connections. Each costs its own connection only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdplane.ids import Generation, Life, Rank, Room
+from pdplane.transport.fence import Writer
+from pdplane.transport.framing import HEADER_BYTES, Header, Kind, decode_header, encode_header, encode_segment
+from pdplane.transport.greeting import PREFIX_BYTES, GreetingKind, SenderGreeting, decode_body, decode_prefix, encode
+from pdplane.transport.options import TransportOptions
+from pdplane.transport.reports import Connected, ConnectFailed, Pushed, WriterCut
+from tests.transport.ends import DECODE_LIFE, Decode, Ends, push, random_arena, u64, whole
+
+SEGMENT = Header(Kind.SEGMENT, 0, Room(7), Generation(1), 0, count=2, nbytes=32, last=True)
+
+
+class Stranger:
+    """A raw client socket of a receiver."""
+
+    def __init__(self, decode: Decode) -> None:
+        endpoint = decode.receiver.endpoint
+        self.decode = decode
+        self.socket = socket.create_connection((endpoint.host, endpoint.port))
+        self.socket.settimeout(30)
+
+    def greet(self, rank: int = 9) -> int:
+        """Greet as a writer should; the session number."""
+        greeting = SenderGreeting(self.decode.session, Writer(Rank(rank), Life("stranger")), None)
+        self.socket.sendall(greeting.hello())
+        self.socket.sendall(greeting.welcome(*self.message()))
+        return greeting.accepted(*self.message()).session_number
+
+    def message(self) -> tuple[GreetingKind, tuple[str, ...]]:
+        kind, length = decode_prefix(self.read(PREFIX_BYTES))
+        return kind, decode_body(kind, self.read(length))
+
+    def read(self, count: int) -> bytes:
+        data = self.socket.recv(count, socket.MSG_WAITALL)
+        assert len(data) == count
+        return data
+
+    def is_closed_by_peer(self) -> bool:
+        """Wait for the end of the stream, whatever comes before it."""
+        with contextlib.suppress(ConnectionError):
+            while self.socket.recv(4096):
+                pass
+        return True
+
+    def send(self, data: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # the receiver may have given up already
+            self.socket.sendall(data)
+
+
+@contextlib.contextmanager
+def stranger(decode: Decode) -> Iterator[Stranger]:
+    made = Stranger(decode)
+    with made.socket:
+        yield made
+
+
+def serves_on(tcp: Ends, decode: Decode) -> bool:
+    sender, reports = tcp.sender(decode, random_arena(64))
+    decode.open_all(1)
+    sender.submit(push(1, whole(64)))
+    return isinstance(reports.ends(1)[0], Pushed)
+
+
+def _almost_a_hello(body: bytes) -> bytes:
+    return b"PDPG\x01\x01" + body + bytes(2060)
+
+
+def test_garbage_instead_of_a_greeting(tcp: Ends) -> None:
+    decode = tcp.decode(64, options=TransportOptions(greeting_timeout_s=0.5))
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.one_of(st.binary(min_size=8), st.binary(max_size=40).map(_almost_a_hello)))
+    def send(data: bytes) -> None:
+        with stranger(decode) as client:
+            client.send(data)
+            with contextlib.suppress(OSError):
+                client.socket.shutdown(socket.SHUT_WR)
+            assert client.is_closed_by_peer()
+
+    send()
+    assert decode.receiver.snapshot().refused_greetings >= 40
+    assert serves_on(tcp, decode)
+
+
+def test_garbage_after_the_greeting_touches_nothing(tcp: Ends) -> None:
+    decode = tcp.decode(64)
+    decode.fence.open(Room(7), Generation(1), u64(0), u64(64), {Rank(0): DECODE_LIFE})
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.binary(min_size=HEADER_BYTES, max_size=300), st.booleans())
+    def send(data: bytes, framed: bool) -> None:
+        with stranger(decode) as client:
+            number = client.greet()
+            if framed:  # a good header with whatever for its tables and bytes
+                data = encode_header(attrs.evolve(SEGMENT, session_number=number)) + data
+            client.send(data)
+            with contextlib.suppress(OSError):
+                client.socket.shutdown(socket.SHUT_WR)
+            assert client.is_closed_by_peer()
+
+    send()
+    assert not decode.arena.bytes.any()
+    assert decode.receiver.snapshot().malformed_frames
+    assert serves_on(tcp, decode)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"session_number": 1},
+        {"count": 2**32 - 1},
+        {"nbytes": 2**64 - 1},
+        {"nbytes": 31},
+        {"kind": Kind.ACK, "count": 0},
+        {"room": 2**64 - 1},
+    ],
+    ids=str,
+)
+def test_frames_that_cannot_be_believed_end_their_connection(tcp: Ends, changed: dict[str, int]) -> None:
+    changes = dict(changed)
+    decode = tcp.decode(64)
+    decode.open_all(7)
+    with stranger(decode) as client:
+        number = client.greet() ^ changes.pop("session_number", 0)
+        header = attrs.evolve(SEGMENT, session_number=number, **changes)
+        client.send(encode_segment(header, u64(0, 16), u64(16, 16)) + b"x" * 32)
+        assert client.is_closed_by_peer()
+        assert "malformed frame" in decode.reports.wait(WriterCut)[0].cause
+    assert not decode.arena.bytes.any()
+    assert decode.receiver.snapshot().malformed_frames == 1
+
+
+def test_a_refused_segment_is_drained_and_acknowledged_with_its_reason(tcp: Ends) -> None:
+    decode = tcp.decode(64)
+    decode.fence.open(Room(7), Generation(1), u64(0), u64(16), None)
+    with stranger(decode) as client:
+        number = client.greet()
+        header = attrs.evolve(SEGMENT, session_number=number)
+        client.send(encode_segment(header, u64(0, 16), u64(16, 16)) + b"x" * 32)
+        ack = decode_header(client.read(HEADER_BYTES), number, (Kind.ACK,))
+        assert (ack.count, ack.nbytes, ack.room, ack.generation, ack.segment) == (4, 0, 7, 1, 0)
+        good = attrs.evolve(header, count=1, nbytes=16, segment=1 << 32)
+        client.send(encode_segment(good, u64(0), u64(16)) + b"y" * 16)
+        ack = decode_header(client.read(HEADER_BYTES), number, (Kind.ACK,))
+        assert (ack.count, ack.nbytes, ack.segment) == (0, 16, 1 << 32)
+    assert decode.arena.bytes.tobytes() == b"y" * 16 + bytes(48)
+
+
+def test_pushes_that_never_end_are_bounded(tcp: Ends) -> None:
+    decode = tcp.decode(64)
+    with stranger(decode) as client:
+        header = attrs.evolve(SEGMENT, session_number=client.greet(), count=1, nbytes=1, last=False)
+        for number in range(4200):
+            client.send(encode_segment(attrs.evolve(header, segment=number << 32), u64(0), u64(1)) + b"x")
+        assert client.is_closed_by_peer()
+    assert decode.fence.snapshot().refused_closed == 4096
+
+
+def test_idle_connections_are_dropped_and_bounded(tcp: Ends) -> None:
+    decode = tcp.decode(64, options=TransportOptions(max_half_open=3, greeting_timeout_s=0.3))
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(stranger(decode)) for _ in range(8)]
+        for client in idle:
+            assert client.is_closed_by_peer()
+        snapshot = decode.receiver.snapshot()
+        assert snapshot.refused_connections + snapshot.refused_greetings == 8
+        assert snapshot.refused_connections
+        assert serves_on(tcp, decode)
+
+
+def test_a_greeting_byte_by_byte_has_one_deadline(tcp: Ends) -> None:
+    decode = tcp.decode(64, options=TransportOptions(greeting_timeout_s=0.3))
+    with stranger(decode) as client:
+        poll = select.poll()
+        poll.register(client.socket.fileno(), select.POLLIN)
+        for byte in encode(GreetingKind.HELLO, "x" * 500):
+            client.send(bytes([byte]))
+            if poll.poll(20):
+                break
+        assert client.is_closed_by_peer()
+    assert decode.receiver.snapshot().refused_greetings == 1
+
+
+def test_connections_are_bounded(tcp: Ends) -> None:
+    decode = tcp.decode(64, options=TransportOptions(max_connections=2))
+    for rank in range(2):
+        tcp.sender(decode, random_arena(64), rank=rank)[1].wait(Connected)
+    _, reports = tcp.sender(decode, random_arena(64), rank=2)
+    reports.wait(ConnectFailed)
+    assert decode.receiver.snapshot().connections == 2
+
+
+def test_a_receiver_out_of_descriptors_serves_on_when_there_are_some(tcp: Ends) -> None:
+    resource = pytest.importorskip("resource")
+    decode = tcp.decode(64)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    clients = [socket.socket() for _ in range(2)]
+    spare = os.dup(0)
+    os.close(spare)  # the lowest free number, so no file can be opened below the limit
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+        for client in clients:
+            client.connect((decode.receiver.endpoint.host, decode.receiver.endpoint.port))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for client in clients:
+            client.close()
+    assert serves_on(tcp, decode)
+
+
+def test_a_reset_is_only_a_cut(tcp: Ends) -> None:
+    decode = tcp.decode(64)
+    with stranger(decode) as client:
+        client.greet()
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert decode.reports.wait(WriterCut)[0].prefill_rank == 9
+    assert serves_on(tcp, decode)
+
+
+def test_no_socket_outlives_an_exec(tcp: Ends) -> None:
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("no /proc")
+    before = set(os.listdir("/proc/self/fd"))
+    decode = tcp.decode(64)
+    tcp.sender(decode, random_arena(64))[1].wait(Connected)
+    opened = [int(name) for name in set(os.listdir("/proc/self/fd")) - before]
+    sockets = [number for number in opened if _is_socket(number)]
+    assert len(sockets) == 7, "a listener, a wake-up pair and a connection; a connection and a wake-up pair"
+    assert not any(os.get_inheritable(number) for number in sockets)
+
+
+def _is_socket(number: int) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
+    except OSError:
+        return False
