@@ -236,17 +236,18 @@ def test_a_reset_is_only_a_cut(tcp: Ends) -> None:
 def test_no_socket_outlives_an_exec(tcp: Ends) -> None:
     if not Path("/proc/self/fd").exists():
         pytest.skip("no /proc")
-    before = set(os.listdir("/proc/self/fd"))
+    before = _sockets()
     decode = tcp.decode(64)
     tcp.sender(decode, random_arena(64))[1].wait(Connected)
-    opened = [int(name) for name in set(os.listdir("/proc/self/fd")) - before]
-    sockets = [number for number in opened if _is_socket(number)]
-    assert len(sockets) == 7, "a listener, a wake-up pair and a connection; a connection and a wake-up pair"
-    assert not any(os.get_inheritable(number) for number in sockets)
+    opened = _sockets() - before
+    assert len(opened) == 7, "a listener, a wake-up pair and a connection; a connection and a wake-up pair"
+    assert not any(os.get_inheritable(number) for number in opened)
 
 
-def _is_socket(number: int) -> bool:
-    try:
-        return os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
-    except OSError:
-        return False
+def _sockets() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.add(int(name))
+    return found
