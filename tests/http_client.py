@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -49,7 +49,7 @@ def ask(
         return Answer(response.status, dict(response.getheaders()), response.read().decode())
 
 
-def stream(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
+def stream(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> Generator[str, None, None]:
     """POST, and yield each `data:` line as it comes; closing the generator closes the connection."""
     with closing(http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=TIMEOUT_S)) as connection:
         connection.request("POST", path, json.dumps(body))

@@ -11,15 +11,17 @@ from pdplane.errors import ConfigError
 from pdplane.node.protocols import Node
 from pdplane.serving.generate_request import GenerateRequest, read_generate
 
+DEFAULT_MAX_TOKENS = 128
 MAX_BODY = 64 << 20
 
 
 @attrs.frozen
 class Admitted:
-    """A checked request and its prompt's tokens."""
+    """A checked request, its prompt's tokens, and how many tokens the answer may have."""
 
     asked: GenerateRequest
     tokens: tuple[int, ...]
+    max_tokens: int
 
 
 async def admit(request: web.Request, node: Node) -> Admitted:
@@ -27,8 +29,13 @@ async def admit(request: web.Request, node: Node) -> Admitted:
     asked = read_generate(await request.read())
     # Long texts take a while to tokenise, and this thread serves everybody.
     tokens = await asyncio.get_running_loop().run_in_executor(None, _tokens, asked, node)
-    _check_lengths(asked, tokens, node)
-    return Admitted(asked, tokens)
+    if not tokens or asked.text == "":
+        raise ConfigError("the prompt is empty")
+    info = node.info()
+    vocab_size, context_length = info.get("vocab_size"), info.get("context_length")
+    if vocab_size is not None and max(tokens) >= vocab_size:
+        raise ConfigError(f"token id {max(tokens)} is not one of the model's {vocab_size}")
+    return Admitted(asked, tokens, _max_tokens(asked.max_tokens, len(tokens), context_length))
 
 
 def _tokens(asked: GenerateRequest, node: Node) -> tuple[int, ...]:
@@ -39,15 +46,12 @@ def _tokens(asked: GenerateRequest, node: Node) -> tuple[int, ...]:
     return tuple(node.tokenizer.encode(asked.text or ""))
 
 
-def _check_lengths(asked: GenerateRequest, tokens: tuple[int, ...], node: Node) -> None:
-    if not tokens or asked.text == "":
-        raise ConfigError("the prompt is empty")
-    info = node.info()
-    vocab_size, context_length = info.get("vocab_size"), info.get("context_length")
-    if vocab_size is not None and max(tokens) >= vocab_size:
-        raise ConfigError(f"token id {max(tokens)} is not one of the model's {vocab_size}")
-    if context_length is not None and len(tokens) + asked.max_tokens > context_length:
+def _max_tokens(asked: int | None, prompt_tokens: int, context_length: int | None) -> int:
+    if context_length is None:
+        return asked or DEFAULT_MAX_TOKENS
+    wanted = asked or max(1, min(DEFAULT_MAX_TOKENS, context_length - prompt_tokens))
+    if prompt_tokens + wanted > context_length:
         raise ConfigError(
-            f"{len(tokens)} prompt tokens and max_tokens {asked.max_tokens} are longer than "
-            f"the context of {context_length}"
+            f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the context of {context_length}"
         )
+    return wanted

@@ -99,14 +99,17 @@ class _Leg:
         self._metrics.end_to_end.observe(time.monotonic() - self.answer.began)
 
     def _observe(self, tokens: list[Token]) -> None:
+        if not tokens:
+            return
         now = time.monotonic()
-        for _token in tokens:
-            if self._last is None:
-                self._metrics.first_token.observe(now - self.answer.began)
-            else:
-                self._metrics.between_tokens.observe((now - self._last) / len(tokens))
-        if tokens:
-            self._last = now
+        if self._last is None:
+            self._metrics.first_token.observe(now - self.answer.began)
+            gaps, self._last = len(tokens) - 1, now
+        else:
+            gaps = len(tokens)
+        for _gap in range(gaps):
+            self._metrics.between_tokens.observe((now - self._last) / gaps)
+        self._last = now
 
 
 async def _stream(request: web.Request, leg: _Leg) -> web.StreamResponse:
@@ -133,7 +136,7 @@ def _request_of(admitted: Admitted) -> DecodeRequest:
         room=asked.room,
         tokens=admitted.tokens,
         prefill=asked.bootstrap,
-        max_tokens=asked.max_tokens,
+        max_tokens=admitted.max_tokens,
         ignore_eos=asked.ignore_eos,
         stop_ids=asked.stop_ids,
     )

@@ -18,7 +18,6 @@ import attrs
 from pdplane.errors import ConfigError
 from pdplane.ids import MAX_ROOM, Endpoint, Room
 
-DEFAULT_MAX_TOKENS = 128
 DEFAULT_BOOTSTRAP_PORT = 8998
 MAX_TOKENS_LIMIT = 1 << 20
 MAX_STOPS = 16
@@ -62,7 +61,10 @@ _TOP_ABSENT = (
 
 @attrs.frozen
 class GenerateRequest:
-    """What a client asks of one leg. Exactly one of `text`, `input_ids` and `messages` is set."""
+    """What a client asks of one leg.
+
+    Exactly one of `text`, `input_ids` and `messages` is set. `max_tokens` is None when the client left it open.
+    """
 
     request_id: str
     room: Room
@@ -70,7 +72,7 @@ class GenerateRequest:
     text: str | None
     input_ids: tuple[int, ...] | None
     messages: tuple[Mapping[str, str], ...] | None
-    max_tokens: int
+    max_tokens: int | None
     stop: tuple[str, ...]
     stop_ids: frozenset[int]
     ignore_eos: bool
@@ -174,14 +176,14 @@ def _ids(body: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _max_tokens(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> int:
+def _max_tokens(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> int | None:
     given = [value for value in (sampling.get("max_new_tokens"), body.get("max_tokens")) if value is not None]
     for value in given:
         if type(value) is not int or not 1 <= value <= MAX_TOKENS_LIMIT:
             raise ConfigError(f"max_tokens {_short(value)} is not a whole number from 1 to {MAX_TOKENS_LIMIT}")
     if len(set(given)) > 1:
         raise ConfigError("max_tokens and sampling_params.max_new_tokens differ")
-    return given[0] if given else DEFAULT_MAX_TOKENS
+    return given[0] if given else None
 
 
 def _stop(sampling: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,0 +1,81 @@
+"""The routes by which gateways learn what a worker is."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdplane.errors import RoomFailed
+from pdplane.ids import Endpoint
+from tests.http_client import ask
+from tests.serving.bodies import generate
+from tests.serving.fake_node import FakeNode, answers, fails
+
+
+def test_health_follows_the_node(node: FakeNode, decode: Endpoint) -> None:
+    assert ask(decode, "GET", "/health").json == {"status": "ok"}
+    node.ready = False
+    assert ask(decode, "GET", "/health").status == 503
+
+
+def test_smg_correlates_only_models_of_sglang(prefill: Endpoint) -> None:
+    (model,) = ask(prefill, "GET", "/v1/models").json["data"]
+    assert (model["owned_by"], model["id"], model["max_model_len"]) == ("sglang", "/models/toy", 100)
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_server_info_names_what_a_client_needs(prefill: Endpoint, decode: Endpoint, path: str) -> None:
+    info = ask(prefill, "GET", path).json
+    assert info["disaggregation_mode"] == "prefill"
+    assert info["bootstrap_port"] == 8998
+    assert info["model_path"] == info["tokenizer_path"] == info["served_model_name"] == "/models/toy"
+    assert {"tp_size", "dp_size", "context_length", "max_running_requests", "version", "ready"} <= info.keys()
+    assert ask(decode, "GET", path).json["disaggregation_mode"] == "decode"
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_model_info(decode: Endpoint, path: str) -> None:
+    info = ask(decode, "GET", path).json
+    assert info["is_generation"] is True
+    assert info["context_length"] == 100
+
+
+def test_loads_and_statistics(node: FakeNode, decode: Endpoint) -> None:
+    assert ask(decode, "GET", "/get_load").json[0]["num_reqs"] == 0
+    assert ask(decode, "GET", "/v1/loads").json["loads"][0]["num_running_reqs"] == 0
+    assert ask(decode, "GET", "/statistics").json == node.counts
+
+
+def test_metrics_hold_what_was_measured_and_the_nodes_counts(node: FakeNode, decode: Endpoint) -> None:
+    node.script = answers("abc", transfer_ms=2.0, transfer_gb_s=3.5, other=1.0)
+    assert ask(decode, "POST", "/generate", generate()).status == 200
+    node.script = fails(RoomFailed(7, "rendezvous http://h: refused"))
+    assert ask(decode, "POST", "/generate", generate()).status == 502
+    node.script = fails(RoomFailed(7, "push to h:1 failed: cut"))
+    assert ask(decode, "POST", "/generate", generate()).status == 502
+    answer = ask(decode, "GET", "/metrics")
+    assert answer.headers["Content-Type"].startswith("text/plain")
+    lines = set(answer.body.splitlines())
+    assert {
+        "pdplane_time_to_first_token_seconds_count 1.0",
+        "pdplane_inter_token_latency_seconds_count 2.0",
+        "pdplane_e2e_request_latency_seconds_count 1.0",
+        "pdplane_num_running_reqs 0.0",
+        "pdplane_num_bootstrap_failed_reqs_total 1.0",
+        "pdplane_num_transfer_failed_reqs_total 1.0",
+        "pdplane_kv_transfer_latency_ms_sum 2.0",
+        "pdplane_kv_transfer_speed_gb_s_sum 3.5",
+        "pdplane_num_prefill_bootstrap_queue_reqs 2.0",
+        "pdplane_num_decode_transfer_queue_reqs 3.0",
+        'pdplane_statistics{count="threads"} 4.0',
+    } <= lines
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/generate", 405)])
+def test_unknown_paths_and_methods_are_json_too(decode: Endpoint, method: str, path: str, status: int) -> None:
+    answer = ask(decode, method, path)
+    assert answer.status == status
+    assert answer.json["error"]["code"] == status
+
+
+def test_no_version_route(decode: Endpoint) -> None:
+    assert ask(decode, "GET", "/version").status == 404
