@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import zmq
 
@@ -24,9 +25,12 @@ _HIGH_WATER = 4096
 _LINGER_MS = 500  # what is said last at closing gets this long to leave
 
 
-def open_context() -> zmq.Context[zmq.Socket[bytes]]:
+Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+
+
+def open_context() -> Context:
     """A context of our own, so that a forked child or another library shares nothing with us."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: Context = zmq.Context()
     context.setsockopt(zmq.IPV6, 1)
     context.setsockopt(zmq.LINGER, _LINGER_MS)
     context.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -47,7 +51,7 @@ class RouterChannel:
         assert self._socket is not None, "bind first"
         return self._socket
 
-    def bind(self, context: zmq.Context[zmq.Socket[bytes]], listen: Endpoint) -> Endpoint:
+    def bind(self, context: Context, listen: Endpoint) -> Endpoint:
         """Bind and give the real address; ConfigError names one that cannot be bound."""
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

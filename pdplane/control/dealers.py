@@ -7,7 +7,7 @@ from collections import Counter
 import zmq
 
 from pdplane import wire
-from pdplane.control.channel import open_context
+from pdplane.control.channel import Context, open_context
 from pdplane.control.curve import Curve
 from pdplane.control.reactor import Reactor
 from pdplane.errors import WireError
@@ -31,7 +31,7 @@ class DealerChannel:
         assert self._socket is not None, "connect first"
         return self._socket
 
-    def connect(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> None:
+    def connect(self, context: Context, endpoint: Endpoint) -> None:
         """Begin to connect; what is sent meanwhile is queued."""
         self._socket = context.socket(zmq.DEALER)
         # Unguessable and never used twice: two owners of one identity would steal each other's messages.
@@ -75,7 +75,7 @@ class Dealers:
 
     def __init__(self, rejected: Counter[str], curve: Curve | None) -> None:
         self._rejected, self._curve = rejected, curve
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._context: Context | None = None
         self._reactor: Reactor[events.DecodeEvent, DecodeAction] | None = None
         self._channels: dict[events.Channel, DealerChannel] = {}
 

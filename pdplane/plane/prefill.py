@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import attrs
-import zmq
 
 from pdplane import wire
-from pdplane.control.channel import RouterChannel, open_context
+from pdplane.control.channel import Context, RouterChannel, open_context
 from pdplane.control.curve import Curve, Gatekeeper
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.lookup import Announcement, Announcer
@@ -62,7 +61,7 @@ class PrefillPlane:
         curve = Curve(config.secret) if config.secret else None
         self._gate = Gatekeeper(curve) if curve else None
         self._router = RouterChannel(self._rejected, curve)
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._context: Context | None = None
         self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
         self._announcer: Announcer | None = None
         self._handles: Handles[PrefillRoom] = Handles(record=config.record_events)
