@@ -58,8 +58,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
              "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "qwen3_next": {"model_type": "qwen3_next", "num_hidden_layers": 4, "full_attention_interval": 2, **_MOE,
                    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
-                   "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 64,
-                   "partial_rotary_factor": 0.5},
+                   "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "head_dim": 32,
+                   "shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.5},
     # Latent attention: one head, and keys and values of unequal widths.
     "deepseek_v3": {"model_type": "deepseek_v3", "num_key_value_heads": 4, "n_shared_experts": 1,
                     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
@@ -106,6 +106,7 @@ def build_tiny(name: str, seed: int = 0) -> Tiny:
     config = {**_COMMON, **FAMILIES[family], "tiny": name, "seed": seed}
     if quantization is not None:
         config["quantization"] = dict(quantization)
+    mx.random.seed(seed)  # some families draw their time constants while they are made
     network = make_network(config["model_type"], config)
     _draw_weights(network, dtype, seed)
     if quantization is not None:
@@ -131,7 +132,7 @@ def _draw_weights(network: Network, dtype: mx.Dtype, seed: int) -> None:
             return weight
         if weight.ndim < 2:
             return weight.astype(dtype)
-        key = mx.random.key(seed * 1_000_003 + order[name])  # a key a tensor: no global random state
+        key = mx.random.key(seed * 1_000_003 + order[name])  # a key a tensor: the order does not matter
         return (mx.random.normal(weight.shape, key=key) * _SPREAD).astype(dtype)
 
     replace_parameters(network, draw)

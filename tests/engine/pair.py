@@ -107,7 +107,8 @@ class Pair:
         assert [token.token for token in got] == [token.token for token in wanted]
         for place, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
             assert ours.logprob == theirs.logprob, f"log-probability of token {place}"
-            assert ours.logprobs is not None and theirs.logprobs is not None
+            assert ours.logprobs is not None
+            assert theirs.logprobs is not None
             assert np.array_equal(ours.logprobs.view(np.uint32), theirs.logprobs.view(np.uint32)), f"row {place}"
 
     @contextmanager

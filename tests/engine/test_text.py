@@ -1,0 +1,62 @@
+"""Text to tokens and back, from many threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pdplane.engine.text import Tokenizer
+from pdplane.engine.tiny import EOS_ID, build_tiny
+from pdplane.errors import ConfigError
+
+TEXTS = ["the quick fox", "", "héllo wörld", "🎉 emoji 🧑‍🚀 done", "  two  spaces\n\tand a tab ", "日本語のテキスト"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return build_tiny("llama").tokenizer
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_add_up_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.add(token) for token in tokens]
+    assert "".join(pieces) + detokenizer.finish() == text == tokenizer.decode(tokens)
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert detokenizer.finish() == ""
+
+
+def test_half_a_character_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.add(token) for token in tokenizer.encode("a🎉")[:-1]]
+    assert "".join(pieces) == "a"
+    assert detokenizer.finish() == "\ufffd"
+
+
+def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.eos_ids == {EOS_ID}
+    assert tokenizer.decode([EOS_ID, *tokenizer.encode("fox")]) == "fox"
+
+
+def test_chat_ends_where_the_answer_begins(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.apply_chat([{"role": "user", "content": "hi"}])
+    assert tokenizer.decode(tokens) == "user: hi\nassistant: "
+
+
+def test_chat_without_a_template_is_refused() -> None:
+    inner = build_tiny("llama").tokenizer._inner
+    bare = Tokenizer(type(inner)(tokenizer_object=inner.backend_tokenizer), [])
+    with pytest.raises(ConfigError, match="no chat template"):
+        bare.apply_chat([{"role": "user", "content": "hi"}])
+
+
+def test_threads_share_a_tokenizer(tokenizer: Tokenizer) -> None:
+    def round_trip(number: int) -> bool:
+        text = f"the fox number {number} jumps over {number * 7} dogs"
+        detokenizer = tokenizer.detokenizer()
+        return "".join(map(detokenizer.add, tokenizer.encode(text))) + detokenizer.finish() == text
+
+    with ThreadPoolExecutor(4) as executor:
+        assert all(executor.map(round_trip, range(80)))
