@@ -116,6 +116,10 @@ class Node(Protocol):
         """Requests can be served: started, registered, not draining, and no thread of ours has died."""
 
     @property
+    def alive(self) -> bool:
+        """Started, not closed, and no thread of ours has died."""
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The engine's tokenizer."""
 
@@ -123,13 +127,17 @@ class Node(Protocol):
         """Addresses and sizes, JSON-able."""
 
     def statistics(self) -> dict[str, Any]:
-        """Every count, JSON-able; nested dictionaries of numbers."""
+        """Every count, JSON-able; nested dictionaries of numbers.
+
+        Asks the node's threads, so it may block for a moment. Raises LocalProtocolError before `start`, InternalError
+        when they do not answer.
+        """
 
     def start(self) -> None:
         """Bind, start the threads and come up; raises ConfigError."""
 
-    def close(self) -> None:
-        """Drain, end every room, join every thread; idempotent and bounded."""
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take no more, wait up to `drain_s` for what runs, end the rest, join every thread; idempotent."""
 
 
 class PrefillNode(Node, Protocol):

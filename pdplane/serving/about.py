@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 from aiohttp import web
 
+from pdplane.errors import PdplaneError
 from pdplane.node.protocols import Node
+from pdplane.serving.errors import refuse
 from pdplane.serving.metrics import CONTENT_TYPE, Metrics
 
+T = TypeVar("T")
 Role = Literal["prefill", "decode"]
 
 _MODEL_KEYS = ("model_path", "tokenizer_path", "served_model_name", "context_length", "vocab_size")
@@ -22,11 +27,13 @@ class AboutRoutes:
         self._node = node
         self._role = role
         self._metrics = metrics
+        self._has_lived = False
 
     def add_to(self, app: web.Application) -> None:
         """Register every route."""
         for path in ("/health", "/health_generate"):
             app.router.add_get(path, self._health)
+        app.router.add_get("/livez", self._live)
         for path in ("/server_info", "/get_server_info"):
             app.router.add_get(path, self._server_info)
         for path in ("/model_info", "/get_model_info"):
@@ -41,6 +48,14 @@ class AboutRoutes:
         if self._node.ready:
             return web.json_response({"status": "ok"})
         return web.json_response({"status": "not ready"}, status=503, headers={"Retry-After": "1"})
+
+    async def _live(self, _request: web.Request) -> web.Response:
+        """Red only when a thread of the node has died: neither a long prompt nor a dead peer is a reason to kill it."""
+        alive = self._node.alive
+        self._has_lived = self._has_lived or alive
+        if alive or not self._has_lived:  # while it loads its model it has not died
+            return web.json_response({"status": "ok"})
+        return web.json_response({"status": "dead"}, status=503)
 
     async def _server_info(self, _request: web.Request) -> web.Response:
         info = self._node.info()
@@ -84,10 +99,18 @@ class AboutRoutes:
         return {"num_reqs": running, "num_running_reqs": running, "num_waiting_reqs": 0}
 
     async def _statistics(self, _request: web.Request) -> web.Response:
-        return web.json_response(self._node.statistics())
+        try:
+            return web.json_response(await _off_the_loop(self._node.statistics))
+        except PdplaneError as error:
+            return refuse(503, str(error))
 
     async def _scrape(self, _request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=await _off_the_loop(self._metrics.text), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _off_the_loop(ask: Callable[[], T]) -> T:
+    """Ask what waits for the node's threads, without making everybody wait."""
+    return await asyncio.get_running_loop().run_in_executor(None, ask)
 
 
 def _model(info: dict[str, Any]) -> dict[str, Any]:

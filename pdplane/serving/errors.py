@@ -36,6 +36,7 @@ _KINDS = {
 }
 # RoomFailed tells its cause in words for people; these are the ones that speak of time and of space.
 _DEADLINE = re.compile(r"timed out|\b(?:in|within|after) [0-9.e+]+ s\b|nobody answered in time")
+_LIVE = re.compile(r"\bis live\b")
 _FULL = re.compile(r"too many live rooms|wanted [0-9]+ blocks")
 
 
@@ -45,9 +46,10 @@ def status_of(error: BaseException) -> int:
         if _FULL.search(error.cause):
             return 503
         return 504 if _DEADLINE.search(error.cause) else 502
+    if isinstance(error, LocalProtocolError):
+        return 409 if _LIVE.search(error.reason) else 503  # else it is closing, and takes no requests
     for kind, status in (
         (ConfigError, 400),
-        (LocalProtocolError, 409),
         (PoolExhausted, 503),
         (CancelledError, 503),
         (SessionLost, 502),

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdplane.errors import RoomFailed
+from pdplane.errors import PdplaneError, RoomFailed
 from pdplane.node.protocols import Finished, Node
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -91,7 +91,11 @@ class _NodeCounts(Collector):
 
     def collect(self) -> Iterable[Metric]:
         everything = GaugeMetricFamily("pdplane_statistics", "Each count of the node.", labels=["count"])
-        for path, value in flatten(self._node.statistics()):
+        try:
+            counts = self._node.statistics()
+        except PdplaneError:
+            return  # not started, or not answering: /livez says which
+        for path, value in flatten(counts):
             everything.add_metric([path], value)
             if path in _COUNTS:
                 name, text = _COUNTS[path]

@@ -81,7 +81,9 @@ class _PrefillRoutes:
     def _finish(self, answer: Answer, end: End) -> dict[str, object]:
         first: FirstToken = end.result
         answer.add([Token(first.token, first.logprob)])
-        answer.finish(Finished("length", answer.prompt_tokens, 1))
+        finished = Finished("length", answer.prompt_tokens, 1, timings=first.timings)
+        answer.finish(finished)
+        self._metrics.finished(finished)
         if answer.first_token_s is not None:
             self._metrics.first_token.observe(answer.first_token_s)
         self._metrics.end_to_end.observe(time.monotonic() - answer.began)

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from pdplane.errors import RoomFailed
+from pdplane.errors import LocalProtocolError, RoomFailed
 from pdplane.node.protocols import DecodeRequest, Finished, FirstToken, PrefillRequest, Token
 from pdplane.testing.toy_engine import ToyTokenizer
 
@@ -38,7 +38,7 @@ class FakeNode:
     """Both roles' protocol; legs come out of `legs` as they begin, or are answered at once by `script`."""
 
     def __init__(self) -> None:
-        self.ready = True
+        self.ready = self.alive = True
         self.tokenizer = ToyTokenizer()
         self.legs: queue.Queue[Leg] = queue.Queue()
         self.script: Callable[[Leg], None] | None = None
@@ -47,7 +47,7 @@ class FakeNode:
 
     def start(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, drain_s: float = 0.0) -> None: ...
 
     def info(self) -> dict[str, Any]:
         return {
@@ -58,6 +58,8 @@ class FakeNode:
         } | self.extra
 
     def statistics(self) -> dict[str, Any]:
+        if not self.alive:
+            raise LocalProtocolError("this node has not started")
         return self.counts
 
     def prefill(self, request: PrefillRequest) -> Leg:

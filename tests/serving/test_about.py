@@ -17,6 +17,23 @@ def test_health_follows_the_node(node: FakeNode, decode: Endpoint) -> None:
     assert ask(decode, "GET", "/health").status == 503
 
 
+def test_liveness_is_red_only_after_a_death(node: FakeNode, decode: Endpoint) -> None:
+    node.alive = node.ready = False
+    assert ask(decode, "GET", "/livez").status == 200, "it still loads"
+    node.alive = True
+    assert ask(decode, "GET", "/livez").status == 200, "busy or without a peer is alive"
+    node.alive = False
+    assert ask(decode, "GET", "/livez").status == 503
+
+
+def test_a_node_without_counts_says_so(node: FakeNode, decode: Endpoint) -> None:
+    node.alive = False
+    assert ask(decode, "GET", "/statistics").status == 503
+    answer = ask(decode, "GET", "/metrics")
+    assert answer.status == 200
+    assert "pdplane_num_running_reqs 0.0" in answer.body
+
+
 def test_smg_correlates_only_models_of_sglang(prefill: Endpoint) -> None:
     (model,) = ask(prefill, "GET", "/v1/models").json["data"]
     assert (model["owned_by"], model["id"], model["max_model_len"]) == ("sglang", "/models/toy", 100)

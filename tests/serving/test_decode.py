@@ -151,6 +151,7 @@ def test_a_logprob_that_json_cannot_say_is_null(node: FakeNode, decode: Endpoint
 FAILURES = [
     (ConfigError("the prompt needs 9 blocks, the pool has 8"), 400, "9 blocks"),
     (LocalProtocolError("room 7 is live"), 409, "room 7 is live"),
+    (LocalProtocolError("decode is shutting down"), 503, "shutting down"),
     (PoolExhausted(9, 3), 503, "wanted 9 blocks"),
     (RoomFailed(7, "too many live rooms"), 503, "too many"),
     (RoomFailed(7, "prefill: token 13 is poison"), 502, "poison"),
