@@ -24,6 +24,8 @@ from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.timers import Timers
 from pdplane.messages import Failed, Status, StatusCode, Window
 
+_PUSHES = 2**32  # the data plane numbers a room's pushes by a u32; ours wrap around, long after the last use
+
 
 class PrefillRooms:
     """Every room of one prefill rank: live, draining, ended."""
@@ -89,7 +91,7 @@ class PrefillRooms:
             self.break_(turn, early, "too many live rooms")
 
     def push(self, turn: PrefillTurn, room: PrefillRoom, session_id: SessionId, copies: Copies) -> None:
-        offer, number = room.offers[session_id], next(self._numbers)
+        offer, number = room.offers[session_id], next(self._numbers) % _PUSHES
         room.pushes.add(number)
         self._pushing[number] = room
         turn.add(Push(session_id, offer.session.life, room.room, offer.generation, number, copies))
