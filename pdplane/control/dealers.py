@@ -82,12 +82,19 @@ class Dealers:
     def open(self, reactor: Reactor[events.DecodeEvent, DecodeAction]) -> None:
         self._context, self._reactor = open_context(), reactor
 
-    def connect(self, channel: events.Channel, endpoint: Endpoint, session: SessionId) -> None:
+    def connect(self, channel: events.Channel, endpoint: Endpoint, session: SessionId) -> list[events.DecodeEvent]:
+        """Begin to connect; the event says that it cannot be tried (a host that is no address, no sockets left)."""
         assert self._context is not None, "open first"
         assert self._reactor is not None, "open first"
-        dealer = self._channels[channel] = DealerChannel(channel, session, self._rejected, self._curve)
-        dealer.connect(self._context, endpoint)
+        dealer = DealerChannel(channel, session, self._rejected, self._curve)
+        try:
+            dealer.connect(self._context, endpoint)
+        except zmq.ZMQError as error:
+            dealer.close()
+            return [events.ChannelBroken(channel, f"cannot connect to {endpoint}: {error.strerror}")]
+        self._channels[channel] = dealer
         self._reactor.watch(dealer)
+        return []
 
     def disconnect(self, channel: events.Channel) -> None:
         dealer = self._channels.pop(channel, None)
@@ -96,7 +103,11 @@ class Dealers:
             dealer.close()
 
     def send(self, action: Tell | Offer) -> None:
-        self._channels[action.channel].send(action)
+        dealer = self._channels.get(action.channel)
+        if dealer is not None:
+            dealer.send(action)
+        else:  # it could not be connected, and the machine has not been told yet
+            self._rejected["undeliverable"] += 1
 
     def close(self) -> None:
         for dealer in self._channels.values():

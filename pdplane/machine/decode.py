@@ -181,6 +181,11 @@ class DecodeMachine:
                 self._rejected["notice"] += 1
 
     @_on.register
+    def _(self, event: events.ChannelBroken, turn: DecodeTurn) -> None:
+        if known := self._peers.link(event.channel):
+            self._lose(turn, known[0], event.cause, again=False)
+
+    @_on.register
     def _(self, event: events.StatusFromPrefill, turn: DecodeTurn) -> None:
         known, status = self._peers.link(event.channel), event.status
         if known is None or status.prefill_rank != event.channel.prefill_rank:

@@ -235,6 +235,14 @@ class NoticeFromPrefill:
 
 
 @attrs.frozen
+class ChannelBroken:
+    """The channel cannot be opened."""
+
+    channel: Channel
+    cause: str
+
+
+@attrs.frozen
 class StatusFromPrefill:
     """A status frame arrived on this channel."""
 
@@ -267,6 +275,7 @@ DecodeEvent: TypeAlias = (
     | DecodeRequested
     | PeerFound
     | PeerMissing
+    | ChannelBroken
     | NoticeFromPrefill
     | StatusFromPrefill
     | Landed

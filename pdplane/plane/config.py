@@ -24,7 +24,8 @@ def _at_least(low: float) -> object:
 class PlaneConfig:
     """What both roles have in common.
 
-    `advertise_host` is the address that peers are told; it defaults to `host`. Port 0 takes a free one.
+    `advertise_host` is the address that peers are told; it defaults to `host`. Port 0 takes a free one. Ended rooms
+    are remembered for `tombstone_s`, so that late messages are told apart from unknown ones.
     Raises ConfigError.
     """
 
@@ -36,6 +37,7 @@ class PlaneConfig:
     bootstrap_timeout_s: float = 120.0
     waiting_timeout_s: float = 300.0
     ping_interval_s: float = 2.0
+    tombstone_s: float = 10.0
     transport: str = "tcp"
     transport_options: TransportOptions = attrs.field(factory=TransportOptions)
     record_events: bool = False
@@ -52,8 +54,9 @@ class PlaneConfig:
         for name in ("bootstrap_timeout_s", "waiting_timeout_s"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is below 1 s")
-        if self.ping_interval_s <= 0:
-            raise ConfigError("ping_interval_s must be above zero")
+        for name in ("ping_interval_s", "tombstone_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above zero")
 
     @property
     def advertised(self) -> str:

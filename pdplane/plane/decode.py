@@ -14,7 +14,7 @@ from pdplane.control.dealers import Dealers
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.lookup import LookUp, LookUpOptions, PrefillFound, PrefillNotFound
 from pdplane.control.reactor import Reactor
-from pdplane.errors import ConfigError, LocalProtocolError, WireError
+from pdplane.errors import ConfigError, LocalProtocolError, ProtocolError, WireError
 from pdplane.ids import Endpoint, Room, SessionId, new_life
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import window_runs
@@ -23,7 +23,7 @@ from pdplane.kv.manifest import Manifest, validate_manifest
 from pdplane.machine import actions, events
 from pdplane.machine.decode import DecodeMachine
 from pdplane.machine.settings import DecodeSettings
-from pdplane.messages import Fingerprint, Registration
+from pdplane.messages import Fingerprint, Hello, Registration
 from pdplane.plane import events as told
 from pdplane.plane.config import DecodeConfig
 from pdplane.plane.handles import Handles
@@ -118,8 +118,9 @@ class DecodePlane:
         if self._state != "open" or self._reactor is None:
             raise LocalProtocolError(f"the decode plane is {self._state}")
         validate_manifest(manifest, self.layout)
-        if len(prompt_hash) > 128:
-            raise LocalProtocolError("prompt_hash is longer than 128 characters")
+        wire.encode_manifest(manifest)  # here, where the caller hears of it: one that no frame can carry
+        if len(prompt_hash) > 128 or not prompt_hash.isascii():
+            raise LocalProtocolError("prompt_hash must be ASCII of at most 128 characters")
         reactor, number, ticket = self._reactor, check_room(room), self._handles.ticket()
 
         def cancel(cause: str) -> None:
@@ -170,7 +171,7 @@ class DecodePlane:
             case actions.LookUp(bootstrap, number):
                 self._look_up.find(bootstrap, number, lambda found: self._found(number, found))
             case actions.Connect(channel, endpoint):
-                self._dealers.connect(channel, endpoint, self.session)
+                return self._dealers.connect(channel, endpoint, self.session)
             case actions.Disconnect(channel):
                 self._dealers.disconnect(channel)
             case _:
@@ -190,6 +191,7 @@ class DecodePlane:
             handle.end(action.error)
 
     def _broke(self, error: Exception) -> None:
+        self._receiver.close()  # before the callers get their blocks back: nobody closes the windows any more
         self._handles.fail_all(broken(error))
 
     # ---- other threads' news
@@ -225,10 +227,20 @@ class DecodePlane:
             config.tp_rank,
         )
         self._machine = DecodeMachine(_settings(config), self.layout, self.life, registration, self._fingerprint)
+        _check_words(registration, Hello("1", self.life, self._fingerprint))
         self._reactor = Reactor("pdplane-decode", self._machine, self._perform, self._broke)
         self._dealers.open(self._reactor)
         self._http.start()
         self._reactor.start()
+
+
+def _check_words(registration: Registration, hello: Hello) -> None:
+    """Raise ConfigError for what no peer could read, before anybody waits for its answer."""
+    try:
+        wire.decode_registration(wire.encode_registration(registration))
+        wire.encode_notice(hello)
+    except ProtocolError as wrong:
+        raise ConfigError(f"no prefill can read what this decode says of itself: {wrong}") from wrong
 
 
 def read_answer(number: Room, found: PrefillFound | PrefillNotFound) -> events.PeerFound | events.PeerMissing:
@@ -255,4 +267,5 @@ def _settings(config: DecodeConfig) -> DecodeSettings:
         bootstrap_timeout_s=config.bootstrap_timeout_s,
         waiting_timeout_s=config.waiting_timeout_s,
         ping_interval_s=config.ping_interval_s,
+        tombstone_s=config.tombstone_s,
     )

@@ -204,6 +204,7 @@ class PrefillPlane:
         settle(handle.released, None)
 
     def _broke(self, error: Exception) -> None:
+        self._senders.close_all()  # before the callers get their source blocks back
         self._handles.fail_all(broken(error))
 
     # ---- start
@@ -249,4 +250,5 @@ def _settings(config: PrefillConfig) -> PrefillSettings:
         bootstrap_timeout_s=config.bootstrap_timeout_s,
         waiting_timeout_s=config.waiting_timeout_s,
         ping_interval_s=config.ping_interval_s,
+        tombstone_s=config.tombstone_s,
     )
