@@ -32,6 +32,7 @@ class Handles(Generic[Handle]):
         self._tickets = itertools.count(1)
         self._record = record
         self._told: deque[PlaneEvent] = deque()
+        self._over: PdplaneError | None = None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -41,8 +42,12 @@ class Handles(Generic[Handle]):
         return next(self._tickets)
 
     def add(self, handle: Handle) -> None:
+        """Keep a handle; one that comes after `fail_all` fails at once, for nobody would end it."""
         with self._lock:
-            self._live[handle.ticket] = handle
+            if self._over is None:
+                self._live[handle.ticket] = handle
+                return
+        handle.end(self._over)
 
     def get(self, ticket: int) -> Handle | None:
         return self._live.get(ticket)
@@ -52,7 +57,9 @@ class Handles(Generic[Handle]):
             return self._live.pop(ticket, None)
 
     def fail_all(self, error: PdplaneError) -> None:
+        """The plane is over: fail every handle, those to come included."""
         with self._lock:
+            self._over = self._over or error
             handles, self._live = list(self._live.values()), {}
         for handle in handles:
             handle.end(error)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 import attrs
 
@@ -26,9 +27,15 @@ def _open_future() -> Future[T]:
 
 def check_room(room: int) -> Room:
     """The number as a Room; LocalProtocolError when the wire cannot carry it."""
-    if not 0 <= room <= MAX_ROOM:
-        raise LocalProtocolError(f"room {room} is outside 0..{MAX_ROOM}")
-    return Room(room)
+    return Room(_whole(room, "room", 0, MAX_ROOM))
+
+
+def _whole(value: SupportsIndex, name: str, low: int, high: int) -> int:
+    """A plain int, whatever integer type came in: the codecs write no other."""
+    number = int(operator.index(value))
+    if not low <= number <= high:
+        raise LocalProtocolError(f"{name} is {number}, it must be {low}..{high}")
+    return number
 
 
 def settle(future: Future[T], result: T) -> None:
@@ -107,13 +114,9 @@ class PrefillRoom:
     ) -> Future[None]:
         """Everything is pushed: once all of it is acknowledged, Success goes out with these values. Gives `done`."""
         self._offered()
-        if not 0 <= first_token < 2**31:
-            raise LocalProtocolError(f"first_token is {first_token}: a room cannot succeed without a token id")
-        if not 0 <= cached_tokens < 2**63:
-            raise LocalProtocolError(f"cached_tokens is {cached_tokens}, it must be 0..2**63-1")
-        if any(not -(2**31) <= token < 2**31 for token in candidates or ()):
-            raise LocalProtocolError("candidates must fit 32 bits: so they travel")
-        self._finish(first_token, logprob, candidates, cached_tokens)
+        token = _whole(first_token, "first_token", 0, 2**31 - 1)  # a room cannot succeed without one
+        chosen = tuple(_whole(candidate, "a candidate", -(2**31), 2**31 - 1) for candidate in candidates or ())
+        self._finish(token, logprob, chosen, _whole(cached_tokens, "cached_tokens", 0, 2**63 - 1))
         return self.done
 
     def cancel(self, cause: str = "cancelled by the caller") -> None:
