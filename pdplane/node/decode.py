@@ -104,6 +104,8 @@ class DecodeNode:
         except PdplaneError:
             self._legs.remove(leg)
             raise
+        if leg.cause is not None:  # cancelled (we are closing) before it had a place to leave
+            self._give_up(leg)
         return leg
 
     def _lend(self, leg: DecodeLeg, blocks: Blocks | PoolExhausted) -> None:

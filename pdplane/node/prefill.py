@@ -143,9 +143,15 @@ class PrefillNode:
         if job.cancelled() or job.exception() is not None:
             leg.cancel("prefill was cancelled" if job.cancelled() else f"prefill failed: {job.exception()}")
         else:
-            leg.first = FirstToken(job.result().token, job.result().logprob)
-            leg.room.finish(leg.first.token, leg.first.logprob)
+            self._succeed(leg, FirstToken(job.result().token, job.result().logprob))
         self._let_go(leg, "engine")
+
+    def _succeed(self, leg: PrefillLeg, first: FirstToken) -> None:
+        leg.first = first
+        try:
+            leg.room.finish(first.token, first.logprob)
+        except PdplaneError as error:  # a token that no status can carry
+            leg.cancel(f"prefill failed: {error}")
 
     def _ended(self, leg: PrefillLeg, done: Future[None]) -> None:
         """Success has gone out, or the room failed: answer whoever waits."""
