@@ -95,6 +95,8 @@ class Reactor(Generic[Event, Action]):
 
         Raises InternalError when the reactor does not answer in time.
         """
+        if threading.current_thread() is self._thread:  # a callback of ours asks: waiting would be for ever
+            return question()
         answer: Future[T] = Future()
         self._posted.append(_Question(lambda: answer.set_result(question())))
         self._ring()
