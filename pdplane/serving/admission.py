@@ -9,7 +9,7 @@ from aiohttp import web
 
 from pdplane.errors import ConfigError
 from pdplane.node.protocols import Node
-from pdplane.serving.generate_request import GenerateRequest, read_generate
+from pdplane.serving.generate_request import DEFAULT_BOOTSTRAP_PORT, GenerateRequest, read_generate
 
 DEFAULT_MAX_TOKENS = 128
 MAX_BODY = 64 << 20
@@ -24,9 +24,9 @@ class Admitted:
     max_tokens: int
 
 
-async def admit(request: web.Request, node: Node) -> Admitted:
+async def admit(request: web.Request, node: Node, bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT) -> Admitted:
     """Read, check and tokenise. Raises ConfigError for a bad request."""
-    asked = read_generate(await request.read())
+    asked = read_generate(await request.read(), bootstrap_port)
     # Long texts take a while to tokenise, and this thread serves everybody.
     tokens = await asyncio.get_running_loop().run_in_executor(None, _tokens, asked, node)
     if not tokens or asked.text == "":

@@ -14,22 +14,24 @@ from pdplane.serving.admission import MAX_BODY, Admitted, admit
 from pdplane.serving.answer import Answer
 from pdplane.serving.errors import answer_error, body_of, json_errors, refuse
 from pdplane.serving.events import Events
+from pdplane.serving.generate_request import DEFAULT_BOOTSTRAP_PORT
 from pdplane.serving.metrics import Metrics
 from pdplane.serving.relay import End, Relay
 
 
-def decode_app(node: DecodeNode) -> web.Application:
-    """The application; serve it on the process's HttpThread."""
+def decode_app(node: DecodeNode, *, bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT) -> web.Application:
+    """The application; serve it on the process's HttpThread. `bootstrap_port` is taken where a request names none."""
     app = web.Application(client_max_size=MAX_BODY, middlewares=[json_errors])
     metrics = Metrics(node)
     AboutRoutes(node, "decode", metrics).add_to(app)
-    app.router.add_post("/generate", _DecodeRoutes(node, metrics).generate)
+    app.router.add_post("/generate", _DecodeRoutes(node, metrics, bootstrap_port).generate)
     return app
 
 
 class _DecodeRoutes:
-    def __init__(self, node: DecodeNode, metrics: Metrics) -> None:
+    def __init__(self, node: DecodeNode, metrics: Metrics, bootstrap_port: int) -> None:
         self._node = node
+        self._bootstrap_port = bootstrap_port
         self._metrics = metrics
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -37,7 +39,7 @@ class _DecodeRoutes:
             return refuse(503, "this decode node is not ready")
         relay = Relay()
         try:
-            admitted = await admit(request, self._node)
+            admitted = await admit(request, self._node, self._bootstrap_port)
             handle = self._node.decode(_request_of(admitted), relay.put)
         except PdplaneError as error:
             return answer_error(error)

@@ -80,8 +80,11 @@ class GenerateRequest:
     return_logprob: bool
 
 
-def read_generate(data: bytes) -> GenerateRequest:
-    """Parse and check a body. Raises ConfigError that names the field."""
+def read_generate(data: bytes, bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT) -> GenerateRequest:
+    """Parse and check a body. Raises ConfigError that names the field.
+
+    `bootstrap_port` stands in where the gateway names none.
+    """
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -98,7 +101,7 @@ def read_generate(data: bytes) -> GenerateRequest:
     return GenerateRequest(
         request_id=_request_id(body),
         room=_room(body),
-        bootstrap=_bootstrap(body),
+        bootstrap=_bootstrap(body, bootstrap_port),
         text=text,
         input_ids=input_ids,
         messages=messages,
@@ -223,14 +226,14 @@ def _room(body: Mapping[str, Any]) -> Room:
     return Room(value)
 
 
-def _bootstrap(body: Mapping[str, Any]) -> Endpoint | None:
+def _bootstrap(body: Mapping[str, Any], default_port: int) -> Endpoint | None:
     host, port = body.get("bootstrap_host"), body.get("bootstrap_port")
     if host is None:
         return None
     if not isinstance(host, str) or not _HOST.match(bare := host.strip("[]")):
         raise ConfigError("bootstrap_host is not a host name or address")
     if port is None:
-        return Endpoint(bare, DEFAULT_BOOTSTRAP_PORT)
+        return Endpoint(bare, default_port)
     if type(port) is not int or not 1 <= port <= 65535:
         raise ConfigError(f"bootstrap_port {_short(port)} is not a port")
     return Endpoint(bare, port)

@@ -1,0 +1,165 @@
+"""One life of a daemon: serve HTTP, start the node, say ready, wait for a signal, drain, close."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+from aiohttp import web
+
+from pdplane.cli.flags import DaemonOptions
+from pdplane.cli.logs import set_up_logging
+from pdplane.cli.parent import exit_with_parent
+from pdplane.control.http_thread import HttpThread
+from pdplane.errors import ConfigError
+from pdplane.ids import Endpoint
+from pdplane.node.protocols import Node
+from pdplane.plane.config import PlaneConfig, is_loopback
+
+logger = logging.getLogger(__name__)
+
+N = TypeVar("N", bound=Node, covariant=True)
+
+INSTALL_MLX = "the MLX engine is not installed: pip install 'pdplane[mlx]'"
+_LOOK_S = 0.1
+_KILLED = 130
+
+
+class MakeNode(Protocol[N]):
+    """How a role makes its node."""
+
+    def __call__(self, http: HttpThread, facts: Mapping[str, Any]) -> N: ...
+
+
+class StopSignal:
+    """SIGINT and SIGTERM: the first one asks for an end, the second one ends at once."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._interrupts = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle both signals inside the block; the main thread only."""
+        before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """A signal inside the block raises KeyboardInterrupt there: for a start that waits for a long load."""
+        self._interrupts = True
+        try:
+            if self._asked.is_set():
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._interrupts = False
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a signal came within the time."""
+        return self._asked.wait(timeout_s)
+
+    def _receive(self, _number: int, _frame: FrameType | None) -> None:
+        if self._asked.is_set():
+            os._exit(_KILLED)
+        self._asked.set()
+        if self._interrupts:
+            raise KeyboardInterrupt
+
+
+def run_daemon(
+    role: str,
+    options: DaemonOptions,
+    config: PlaneConfig,
+    make_node: MakeNode[N],
+    make_app: Callable[[N], web.Application],
+) -> int:
+    """Run until a signal comes; gives the exit code. Raises ConfigError with nothing left open."""
+    set_up_logging(options.log_level, as_json=options.log_json)
+    _warn_of_addresses(config)
+    stop, http = StopSignal(), HttpThread()
+    with stop.listening():
+        if options.exit_with_parent:
+            exit_with_parent()
+        http.start()
+        try:
+            facts = {"model_path": options.engine.model, "served_model_name": options.served_model_name}
+            node = make_node(http, facts)
+            # Before the model is loaded: a busy port shows at once, and /health answers 503 meanwhile.
+            endpoint = http.serve(make_app(node), options.host, options.http_port)
+            try:
+                with stop.interrupting():
+                    node.start()
+                return _serve(role, endpoint, node, stop)
+            except KeyboardInterrupt:
+                return 0
+            finally:
+                node.close(options.drain_timeout_s)
+        finally:
+            http.close()
+
+
+def _serve(role: str, endpoint: Endpoint, node: Node, stop: StopSignal) -> int:
+    while not node.ready:
+        if stop.wait(_LOOK_S):
+            return 0
+        if not node.alive:
+            return _died(role)
+    print(json.dumps(ready_line(role, endpoint, node.info())), flush=True)
+    while not stop.wait(_LOOK_S):
+        if not node.alive:
+            return _died(role)
+    logger.info("%s stops: no new requests, what runs may finish", role)
+    return 0
+
+
+def ready_line(role: str, http: Endpoint, info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a daemon prints when it can serve: its role and every address, null where it has none."""
+    host, port = info.get("bootstrap_host"), info.get("bootstrap_port")
+    return {
+        "event": "ready",
+        "role": role,
+        "http": str(http),
+        "bootstrap": str(Endpoint(host, port)) if host and port else None,
+        "control": info.get("control"),
+        "data": info.get("data"),
+        "model": info.get("model_path"),
+        "pid": os.getpid(),
+    }
+
+
+def _died(role: str) -> int:
+    print(f"pdplane {role}: a thread of the node has died; see the log", file=sys.stderr)
+    return 1
+
+
+def _warn_of_addresses(config: PlaneConfig) -> None:
+    if is_loopback(config.host):
+        return
+    safety = "with" if config.secret else "without"
+    logger.warning("listening on %s, which other machines can reach, %s a secret", config.host, safety)
+    if is_loopback(config.advertised):
+        logger.warning("peers are told %s, which only this machine can reach; see --advertise-host", config.advertised)
+
+
+@contextmanager
+def mlx_needed() -> Iterator[None]:
+    """Turns a missing MLX into one line that says what to install."""
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("mlx", "mlx_lm"):
+            raise
+        raise ConfigError(INSTALL_MLX) from error

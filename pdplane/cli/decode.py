@@ -1,0 +1,53 @@
+"""`pdplane decode`: the daemon that takes a prompt's KV cache from a prefill daemon and generates the tokens."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from pdplane.cli.daemon import mlx_needed, run_daemon
+from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_options, plane_fields
+from pdplane.cli.options import port
+from pdplane.control.http_thread import HttpThread
+from pdplane.node.decode import DecodeNode
+from pdplane.node.protocols import DecodeEngine
+from pdplane.plane.config import DecodeConfig
+from pdplane.serving.decode import decode_app
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The shared flags and decode's own."""
+    add_daemon_flags(parser, http_port=8200)
+    own = parser.add_argument_group("decode")
+    own.add_argument("--data-port", type=port, default=0, help="where prefill daemons push the cache (a free one)")
+    own.add_argument(
+        "--exact",
+        action="store_true",
+        help="accepted so that both command lines can be alike; the prefill daemon's flag decides",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the daemon; gives the exit code. Raises ConfigError."""
+    options = daemon_options(args)
+    config = DecodeConfig(**plane_fields(args), data_port=args.data_port)
+    engine = _engine(options)
+
+    def make_node(http: HttpThread, facts: Mapping[str, Any]) -> DecodeNode:
+        return DecodeNode(engine, config, http=http, max_waiting=options.max_waiting, facts=facts)
+
+    app = partial(decode_app, bootstrap_port=args.bootstrap_port or 8998)
+    return run_daemon("decode", options, config, make_node, app)
+
+
+def _engine(options: DaemonOptions) -> DecodeEngine:
+    if options.engine.model == TOY:
+        from pdplane.testing.toy_engine import ToyDecodeEngine
+
+        return ToyDecodeEngine()
+    with mlx_needed():
+        from pdplane.engine.decode import DecodeEngine as MlxEngine
+
+        return MlxEngine(options.engine)

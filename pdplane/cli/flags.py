@@ -1,0 +1,113 @@
+"""The flags that both daemons share, and the value objects made of them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import attrs
+
+from pdplane.cli.logs import LEVELS
+from pdplane.cli.options import count, duration, port, size
+from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, EngineOptions
+from pdplane.errors import ConfigError
+from pdplane.security import Secret
+
+TOY = "toy"
+
+
+@attrs.frozen(kw_only=True)
+class DaemonOptions:
+    """What a daemon is started with beside its engine's and its plane's own options."""
+
+    engine: EngineOptions
+    host: str
+    http_port: int
+    served_model_name: str
+    max_waiting: int
+    drain_timeout_s: float
+    exit_with_parent: bool
+    log_level: str
+    log_json: bool
+
+
+def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None:
+    """Everything that `pdplane prefill` and `pdplane decode` have in common."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        required=True,
+        help="an mlx-lm model directory, a hub id, a .gguf file, smollm2, tiny:FAMILY (a tiny random model), "
+        f"or {TOY} (hashes instead of a model, needs no MLX)",
+    )
+    model.add_argument("--served-model-name", metavar="NAME", help="the name in /v1/models (default: --model)")
+    model.add_argument("--prefill-step-size", type=count, default=2048, metavar="N", help="tokens of one prompt chunk")
+    model.add_argument("--block-tokens", type=count, default=16, metavar="N", help="tokens of one cache block")
+    model.add_argument("--arena-bytes", type=size, default=1 << 30, metavar="SIZE", help="size of the cache (1GiB)")
+    model.add_argument("--kv-bits", type=int, choices=KV_BITS, help="quantise the KV cache")
+    model.add_argument("--kv-group-size", type=int, choices=KV_GROUP_SIZES, default=64)
+    model.add_argument("--seed", type=int, default=0, help="of the tiny random models")
+    addresses = parser.add_argument_group("addresses")
+    addresses.add_argument("--host", default="127.0.0.1", help="where every socket listens (127.0.0.1)")
+    addresses.add_argument("--advertise-host", metavar="HOST", help="what peers are told instead of --host")
+    addresses.add_argument("--port", type=port, default=http_port, help=f"of the HTTP API ({http_port}); 0: a free one")
+    addresses.add_argument("--bootstrap-port", type=port, default=8998, help="of the rendezvous (8998)")
+    peers = parser.add_argument_group("peers")
+    peers.add_argument(
+        "--secret-file", metavar="FILE", help="a secret that all daemons share: encrypts and authenticates"
+    )
+    peers.add_argument("--transport", default="tcp", help="what moves the cache (tcp)")
+    peers.add_argument(
+        "--bootstrap-timeout", type=duration, default=120.0, metavar="TIME", help="to meet the peer (120s)"
+    )
+    peers.add_argument("--waiting-timeout", type=duration, default=300.0, metavar="TIME", help="for the cache (300s)")
+    peers.add_argument("--ping-interval", type=duration, default=2.0, metavar="TIME", help="three missed: gone (2s)")
+    limits = parser.add_argument_group("running")
+    limits.add_argument("--max-waiting", type=count, default=256, metavar="N", help="requests in line for blocks (256)")
+    limits.add_argument(
+        "--drain-timeout", type=duration, default=30.0, metavar="TIME", help="for running requests at the end (30s)"
+    )
+    limits.add_argument(
+        "--exit-with-parent", action="store_true", help="end when standard input, a pipe from the parent, ends"
+    )
+    limits.add_argument("--log-level", choices=LEVELS, default="info")
+    limits.add_argument("--log-json", action="store_true", help="log JSON objects")
+
+
+def daemon_options(args: argparse.Namespace) -> DaemonOptions:
+    """The shared flags as values. Raises ConfigError."""
+    engine = EngineOptions(
+        model=args.model,
+        prefill_step_size=args.prefill_step_size,
+        block_tokens=args.block_tokens,
+        arena_bytes=args.arena_bytes,
+        kv_bits=args.kv_bits,
+        kv_group_size=args.kv_group_size,
+        seed=args.seed,
+    )
+    if not args.host:
+        raise ConfigError("--host is empty: that would be every interface")
+    return DaemonOptions(
+        engine=engine,
+        host=args.host,
+        http_port=args.port,
+        served_model_name=args.served_model_name or args.model,
+        max_waiting=args.max_waiting,
+        drain_timeout_s=args.drain_timeout,
+        exit_with_parent=args.exit_with_parent,
+        log_level=args.log_level,
+        log_json=args.log_json,
+    )
+
+
+def plane_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The shared flags as keyword arguments of either plane's config. Raises ConfigError for the secret file."""
+    return {
+        "host": args.host,
+        "advertise_host": args.advertise_host,
+        "secret": Secret.from_file(args.secret_file) if args.secret_file else None,
+        "bootstrap_timeout_s": args.bootstrap_timeout,
+        "waiting_timeout_s": args.waiting_timeout,
+        "ping_interval_s": args.ping_interval,
+        "transport": args.transport,
+    }

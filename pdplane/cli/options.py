@@ -1,0 +1,76 @@
+"""Texts of the command line as values; a wrong one raises ArgumentTypeError, which argparse prints."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+
+from pdplane.ids import MAX_ROOM, Endpoint, Room
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\Z")
+_UNITS: Mapping[str, int] = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+_SECONDS: Mapping[str, float] = {"": 1, "ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600}
+
+
+def size(text: str) -> int:
+    """Bytes from `4096`, `512MiB`, `2GiB`, `1.5GB`; K, M, G and T alone are powers of two."""
+    found = _SIZE.match(text.strip())
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it like 512MiB or 2GiB")
+    nbytes = round(float(found[1]) * unit)
+    if not 1 <= nbytes < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size that can be had")
+    return nbytes
+
+
+def duration(text: str) -> float:
+    """Seconds from `120`, `1.5s`, `500ms`, `2m`, `1h`."""
+    found = _SIZE.match(text.strip())
+    unit = _SECONDS.get(found[2].lower()) if found else None
+    if found is None or unit is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration; write it like 30s, 500ms or 2m")
+    return float(found[1]) * unit
+
+
+def port(text: str) -> int:
+    """A TCP port; 0 takes a free one."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port (0 to 65535)")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
+def endpoint(text: str) -> Endpoint:
+    """`host:port`, IPv6 in brackets."""
+    try:
+        return Endpoint.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def room(text: str) -> Room:
+    """A room, 0 to 2**63-1."""
+    if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) > MAX_ROOM:
+        raise argparse.ArgumentTypeError(f"{text!r} is no room (0 to 2**63-1)")
+    return Room(int(text))
+
+
+def url(text: str) -> str:
+    """The base URL of a daemon's HTTP; `host:port` alone is enough."""
+    full = text if "://" in text else f"http://{text}"
+    if not re.match(r"https?://[^/?#\s]+\Z", full.rstrip("/")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no URL like http://127.0.0.1:8100")
+    return full.rstrip("/")

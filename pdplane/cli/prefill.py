@@ -1,0 +1,54 @@
+"""`pdplane prefill`: the daemon that computes the KV cache of prompts and pushes it to a decode daemon."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from pdplane.cli.daemon import mlx_needed, run_daemon
+from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_options, plane_fields
+from pdplane.cli.options import endpoint, port
+from pdplane.control.http_thread import HttpThread
+from pdplane.node.prefill import PrefillNode
+from pdplane.node.protocols import PrefillEngine
+from pdplane.plane.config import PrefillConfig
+from pdplane.serving.prefill import prefill_app
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The shared flags and prefill's own."""
+    add_daemon_flags(parser, http_port=8100)
+    own = parser.add_argument_group("prefill")
+    own.add_argument("--control-port", type=port, default=0, help="of the ZeroMQ channel (a free one)")
+    own.add_argument("--rendezvous", type=endpoint, metavar="HOST:PORT", help="register there instead of serving one")
+    own.add_argument("--exact", action="store_true", help="refuse a decode whose last bits could differ")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the daemon; gives the exit code. Raises ConfigError."""
+    options = daemon_options(args)
+    config = PrefillConfig(
+        **plane_fields(args),
+        control_port=args.control_port,
+        bootstrap_port=args.bootstrap_port,
+        rendezvous=args.rendezvous,
+        exact=args.exact,
+    )
+    engine = _engine(options)
+
+    def make_node(http: HttpThread, facts: Mapping[str, Any]) -> PrefillNode:
+        return PrefillNode(engine, config, http=http, max_waiting=options.max_waiting, facts=facts)
+
+    return run_daemon("prefill", options, config, make_node, prefill_app)
+
+
+def _engine(options: DaemonOptions) -> PrefillEngine:
+    if options.engine.model == TOY:
+        from pdplane.testing.toy_engine import ToyPrefillEngine
+
+        return ToyPrefillEngine()
+    with mlx_needed():
+        from pdplane.engine.prefill import PrefillEngine as MlxEngine
+
+        return MlxEngine(options.engine)
