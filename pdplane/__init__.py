@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pdplane.errors import (
         ConfigError,
+        IncompatibleCache,
         InternalError,
         LayoutMismatch,
         LocalProtocolError,
@@ -43,9 +44,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "pdplane.errors": (
-        "ConfigError", "InternalError", "LayoutMismatch", "LocalProtocolError", "PdplaneError", "PoolExhausted",
-        "ProtocolError", "RemoteProtocolError", "RendezvousError", "RoomFailed", "SessionLost", "TransferError",
-        "WireError",
+        "ConfigError", "IncompatibleCache", "InternalError", "LayoutMismatch", "LocalProtocolError", "PdplaneError",
+        "PoolExhausted", "ProtocolError", "RemoteProtocolError", "RendezvousError", "RoomFailed", "SessionLost",
+        "TransferError", "WireError",
     ),
     "pdplane.ids": ("Endpoint", "new_room"),
     "pdplane.kv.arena": ("Arena",),
@@ -73,6 +74,7 @@ __all__ = [
     "FieldSpec",
     "Fingerprint",
     "GroupSpec",
+    "IncompatibleCache",
     "InternalError",
     "Layout",
     "LayoutMismatch",

@@ -6,6 +6,7 @@
     |  +- RemoteProtocolError        the peer is wrong: fail its room or session, keep serving
     |     +- WireError               (field, reason)
     |     +- LayoutMismatch          (field, ours, theirs)
+    |     +- IncompatibleCache       (field, ours, theirs)
     +- RoomFailed                    (room, cause, story)
     +- SessionLost                   (session, cause)
     +- TransferError                 (endpoint, done, total, cause)
@@ -72,6 +73,18 @@ class LayoutMismatch(RemoteProtocolError):
 
     def __str__(self) -> str:
         return f"{self.field} differs: ours {self.ours}, theirs {self.theirs}"
+
+
+@attrs.frozen(eq=False)
+class IncompatibleCache(RemoteProtocolError):
+    """A saved cache belongs to another model, version or prompt; one named field differs."""
+
+    field: str
+    ours: str
+    theirs: str
+
+    def __str__(self) -> str:
+        return f"{self.field} differs: ours {self.ours}, the cache's {self.theirs}"
 
 
 @attrs.frozen(eq=False)

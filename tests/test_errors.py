@@ -14,6 +14,7 @@ import pytest
 from pdplane import errors
 from pdplane.errors import (
     ConfigError,
+    IncompatibleCache,
     InternalError,
     LayoutMismatch,
     LocalProtocolError,
@@ -31,6 +32,7 @@ SAMPLES: list[PdplaneError] = [
     LocalProtocolError("push before a window"),
     WireError("room", "room is negative"),
     LayoutMismatch("dtype", "float32", "bfloat16"),
+    IncompatibleCache("weight_hash", "3a1f", "77c0"),
     RoomFailed(7, "prefill is gone", ("waiting", "failed")),
     RoomFailed(7, "prefill is gone"),
     SessionLost("10.0.0.1:5000", "three pings missed"),
