@@ -75,6 +75,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+_TAME = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""What a model says must not command a terminal."""
+
+
 class Printer:
     """Shows a growing text piece by piece."""
 
@@ -85,7 +89,7 @@ class Printer:
     def show(self, text: str) -> None:
         """Print what is new in the text."""
         if not self._silent:
-            print(text[self._shown :], end="", flush=True)
+            print(text[self._shown :].translate(_TAME), end="", flush=True)
             self._shown = len(text)
 
     def end(self) -> None:

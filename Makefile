@@ -1,0 +1,56 @@
+# Each target sets itself up: a virtual environment in .venv, installed again only when pyproject.toml changed.
+#
+#   make demo [ARGS="--model tiny:gemma3 --json"]    two daemons, one prompt, a table
+#   make test [ARGS="tests/kv -k copies"]            everything but the slow tests
+#   make test-slow lint types clean
+#
+# PYTHON=/path/to/python3.12 chooses the interpreter, VENV=folder another place for the environment.
+
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-slow lint types check clean
+
+demo: $(INSTALLED)
+	@$(BIN)/pdplane demo $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml
+	@python=""; \
+	for name in "$(PYTHON)" python3 python3.13 python3.12 python3.11 python3.14; do \
+	  if [ -n "$$name" ] && "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	    python="$$name"; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "pdplane needs Python 3.11 or newer, and none was found; install one or say PYTHON=/path/to/python3" >&2; \
+	  exit 1; \
+	fi; \
+	if ! "$$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then \
+	  echo "$$python cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; \
+	  exit 1; \
+	fi; \
+	echo "setting up $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[mlx,dev]"
+	@touch $@

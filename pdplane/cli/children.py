@@ -1,0 +1,130 @@
+"""Processes of ours that end with us: they speak JSON lines on standard output and watch standard input for its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import attrs
+
+from pdplane.errors import PdplaneError
+
+_GRACE_S = 20.0  # for an orderly end, until SIGKILL
+_TAIL_BYTES = 4096
+
+
+@attrs.frozen(eq=False)
+class ChildFailed(PdplaneError):
+    """A process of ours ended, or said nothing, where it should have spoken."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+class Child:
+    """One running process; `close` ends it.
+
+    It stands in a process group of its own, so that Ctrl-C at the terminal reaches the parent alone, which then ends
+    its children in order. What ends them is the end of their standard input, and that comes after any death of the
+    parent's. Raises ChildFailed when it cannot be started.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        self.name = name
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed in `close`; it has no name to leave behind)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                process_group=0,
+            )
+        except OSError as error:
+            self._errors.close()
+            raise ChildFailed(name, f"cannot be started: {error.strerror or error}") from error
+        assert self._process.stdin is not None, "a pipe was asked for"
+        assert self._process.stdout is not None, "a pipe was asked for"
+        self._ears, self._mouth = self._process.stdin, self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def hear(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Its next JSON line. Raises ChildFailed with the last words of a process that ended, or after a silence."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._mouth, selectors.EVENT_READ)
+            if not selector.select(timeout_s):
+                raise ChildFailed(self.name, f"said nothing in {timeout_s:g} s")
+        line = self._mouth.readline()
+        if not line:
+            code = self._process.wait(_GRACE_S)
+            raise ChildFailed(self.name, f"ended with exit code {code}: {self._last_words()}")
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def nudge(self) -> None:
+        """Send an empty line; what a dead process does not hear, the next `hear` finds out."""
+        with contextlib.suppress(BrokenPipeError):
+            self._ears.write(b"\n")
+            self._ears.flush()
+
+    def end(self) -> None:
+        """Ask it to end, and return at once."""
+        with contextlib.suppress(BrokenPipeError):
+            self._ears.close()
+
+    def close(self) -> None:
+        """Ask it to end, wait, and kill what does not; idempotent."""
+        self.end()
+        try:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        finally:
+            self._mouth.close()
+            self._errors.close()
+
+    def _last_words(self) -> str:
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - _TAIL_BYTES))
+        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else "no word on standard error"
+
+
+class Children:
+    """All processes of one command; leaving the `with` ends them together."""
+
+    def __init__(self) -> None:
+        self._running: list[Child] = []
+
+    def start(self, name: str, arguments: Sequence[str]) -> Child:
+        """Run `python -m ...`; raises ChildFailed."""
+        child = Child(name, arguments)
+        self._running.append(child)
+        return child
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in self._running:
+            child.end()
+        with contextlib.ExitStack() as every:  # also when the wait for one is interrupted
+            for child in self._running:
+                every.callback(child.close)

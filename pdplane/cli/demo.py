@@ -1,0 +1,203 @@
+"""`pdplane demo`: two daemons, one prompt, and the answer compared bit for bit with one mlx-lm process.
+
+Everything runs in processes of its own on free loopback ports and ends with this one: the yardstick (which also gets
+the model), the prefill daemon and the decode daemon. The answer is asked for as a gateway would ask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import attrs
+from rich import box
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from pdplane.cli.children import Child, ChildFailed, Children
+from pdplane.cli.generate import Printer, Wanted, ask
+from pdplane.cli.options import count
+from pdplane.ids import Endpoint, new_room
+from pdplane.kv.manifest import blocks_needed
+from pdplane.wire import decode_layout
+
+REAL, FALLBACK = "smollm2", "tiny:llama"
+PROMPT = "In two short sentences: what is the capital of France, and which river flows through it?"
+_STEP_SIZE = 2048
+_READY_S = 300.0  # a daemon that loads a large model from a slow disk
+_ANSWER_S = 3600.0
+_TERMINATED = 128 + signal.SIGTERM
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    parser.add_argument("--model", default=REAL, help=f"as for the daemons ({REAL}; {FALLBACK} if that cannot be had)")
+    parser.add_argument("--prompt", default=PROMPT, help="what to ask; through the model's chat template if it has one")
+    parser.add_argument("--max-tokens", type=count, default=64, metavar="N", help="longest answer (64)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text and the table")
+
+
+@attrs.frozen
+class Demonstration:
+    """What came of it. `identical` is whether ids and logprobs are those of one mlx-lm process, to the last bit.
+
+    `gib_per_s` is over the time from the end of the compute to the acknowledgement of the last byte.
+    """
+
+    model: str
+    fallback: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    blocks: int
+    bytes_pushed: int
+    gib_per_s: float
+    time_to_first_token_s: float
+    decode_tokens_per_s: float | None
+    identical: bool
+    differs_at: int | None
+    text: str
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show it; 0 when the comparison holds. Raises ChildFailed and LegFailed, and leaves no process behind."""
+    with _sigterm_unwinds(), Children() as children:
+        shown = _Demo(args, children).run()
+    if args.json:
+        print(json.dumps(attrs.asdict(shown)))
+    else:
+        Console(highlight=False).print(_table(shown))
+    return 0 if shown.identical else 1
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Demo:
+    """One run, from top to bottom."""
+
+    def __init__(self, args: argparse.Namespace, children: Children) -> None:
+        self._args, self._children = args, children
+        self._notes = Console(stderr=True, highlight=False)
+        self._model: str = args.model
+        self._fallback: str | None = None
+
+    def run(self) -> Demonstration:
+        yardstick, tokens = self._get_model()
+        self._notes.print(f"starting a prefill daemon and a decode daemon with {self._model}")
+        daemons = {role: self._start_daemon(role) for role in ("prefill", "decode")}
+        ready = {role: daemon.hear(_READY_S) for role, daemon in daemons.items()}
+        self._notes.print(f"prompt of {len(tokens)} tokens: {self._args.prompt}\n")
+        answer = self._ask(ready, tokens)
+        self._notes.print("\ncomparing with one mlx-lm process")
+        yardstick.nudge()
+        expected = _heard(yardstick)
+        return self._sum_up(answer, expected, _blocks(Endpoint.parse(ready["prefill"]["bootstrap"]), len(tokens)))
+
+    def _get_model(self) -> tuple[Child, list[int]]:
+        """The yardstick with the model loaded, and the prompt's tokens; the fallback where the real one is not had."""
+        try:
+            return self._load()
+        except ChildFailed as failed:
+            if self._model != REAL:
+                raise
+            self._fallback, self._model = failed.reason, FALLBACK
+        self._notes.print(f"{REAL} cannot be had ({self._fallback}): running {FALLBACK}, a tiny random model, instead")
+        return self._load()
+
+    def _load(self) -> tuple[Child, list[int]]:
+        args = self._args
+        words = ["pdplane.cli.yardstick", self._model, args.prompt, str(args.max_tokens), str(_STEP_SIZE)]
+        yardstick = self._children.start("yardstick", words)
+        with Progress(console=self._notes, transient=True) as progress:
+            bars: dict[str, TaskID] = {}
+            while "progress" in (said := _heard(yardstick)):
+                what, done, total = said["progress"]
+                if what not in bars:
+                    bars[what] = progress.add_task(what, total=total or None)
+                progress.update(bars[what], completed=done, total=total or None)
+        return yardstick, said["tokens"]
+
+    def _start_daemon(self, role: str) -> Child:
+        words = ["pdplane.cli.main", role, "--model", self._model, "--exit-with-parent"]
+        words += ["--port", "0", "--bootstrap-port", "0", "--prefill-step-size", str(_STEP_SIZE)]
+        words += ["--arena-bytes", "128MiB", "--drain-timeout", "1s", "--log-level", "warning"]
+        return self._children.start(role, words + (["--exact"] if role == "prefill" else []))
+
+    def _ask(self, ready: Mapping[str, Mapping[str, Any]], tokens: list[int]) -> dict[str, Any]:
+        prompt = {"input_ids": tokens, "return_logprob": True}
+        urls = (f"http://{ready[role]['http']}" for role in ("prefill", "decode"))
+        printer = Printer(silent=self._args.json)
+        try:
+            return asyncio.run(ask(Wanted(*urls, prompt, new_room(), self._args.max_tokens, _ANSWER_S), printer))
+        finally:
+            printer.end()
+
+    def _sum_up(self, answer: Mapping[str, Any], expected: Mapping[str, Any], blocks: int) -> Demonstration:
+        ids, meta = answer["output_ids"], answer["meta_info"]
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        ours = list(zip(ids, logprobs, strict=True))
+        theirs = list(zip(expected["ids"], expected["logprobs"], strict=True))
+        differs_at = next((at for at, (one, other) in enumerate(zip_longest(ours, theirs)) if one != other), None)
+        decode, prefill = meta["pdplane"], answer["prefill"]["pdplane"]
+        nbytes = round(prefill["transfer_mb"] * 1e6)
+        return Demonstration(
+            model=self._model,
+            fallback=self._fallback,
+            prompt_tokens=meta["prompt_tokens"],
+            completion_tokens=len(ids),
+            blocks=blocks,
+            bytes_pushed=nbytes,
+            gib_per_s=nbytes / 2**30 / max(prefill["transfer_ms"] / 1e3, 1e-9),
+            time_to_first_token_s=decode["first_token_ms"] / 1e3,
+            decode_tokens_per_s=(len(ids) - 1) / (decode["decode_ms"] / 1e3) if len(ids) > 1 else None,
+            identical=differs_at is None,
+            differs_at=differs_at,
+            text=answer["text"],
+        )
+
+
+def _heard(yardstick: Child) -> dict[str, Any]:
+    said = yardstick.hear()
+    if "error" in said:
+        raise ChildFailed(yardstick.name, said["error"])
+    return said
+
+
+def _blocks(rendezvous: Endpoint, prompt_len: int) -> int:
+    """How many blocks the prompt's cache takes in the layout that prefill publishes."""
+    with closing(http.client.HTTPConnection(rendezvous.host, rendezvous.port, timeout=10)) as connection:
+        connection.request("GET", "/route?engine_rank=-1&target_dp_group=-1")
+        layout = decode_layout(json.load(connection.getresponse())["cache_layout"].encode())
+    return sum(blocks_needed(layout, prompt_len).values())
+
+
+def _table(shown: Demonstration) -> Table:
+    rate = "-" if shown.decode_tokens_per_s is None else f"{shown.decode_tokens_per_s:.1f}"
+    verdict = "yes" if shown.identical else f"NO, from token {shown.differs_at} on"
+    table = Table("", shown.model, box=box.SIMPLE)
+    for name, value in (
+        ("prompt tokens", str(shown.prompt_tokens)),
+        ("blocks", str(shown.blocks)),
+        ("bytes pushed", f"{shown.bytes_pushed:,}"),
+        ("GiB/s", f"{shown.gib_per_s:.2f}"),
+        ("time to first token", f"{shown.time_to_first_token_s:.2f} s"),
+        ("decode tok/s", rate),
+        ("identical to one mlx-lm process", verdict),
+    ):
+        table.add_row(name, value)
+    return table

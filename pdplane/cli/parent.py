@@ -1,0 +1,29 @@
+"""Ends with the process that started us, whatever way that one dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+_STDIN = 0
+_GRACE_S = 20.0
+
+
+def exit_with_parent(spoken_to: Callable[[], None] = lambda: None) -> None:
+    """Send ourselves SIGTERM when standard input, a pipe from the parent, comes to its end.
+
+    The kernel closes the parent's end even after SIGKILL. If the signal has not ended us after a while, we go without
+    cleaning up: nobody is left who could be told. `spoken_to` is called on another thread for whatever comes before.
+    """
+    threading.Thread(target=_watch, args=(spoken_to,), name="pdplane-parent", daemon=True).start()
+
+
+def _watch(spoken_to: Callable[[], None]) -> None:
+    while os.read(_STDIN, 4096):  # not sys.stdin, whose lock would be missed at the interpreter's end
+        spoken_to()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_S)
+    os._exit(1)

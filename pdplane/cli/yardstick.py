@@ -1,0 +1,71 @@
+"""The demo's yardstick: one plain mlx-lm process that answers the same prompt.
+
+    python -m pdplane.cli.yardstick MODEL PROMPT MAX_TOKENS PREFILL_STEP_SIZE
+
+Says, one JSON object a line: {"progress": [what, done, total]} while it gets the model, {"tokens": [...]}
+when it has it, and after any line on standard input {"ids": [...], "logprobs": [...]}; or {"error": text}. It is the
+first to want the model, and the daemons find in the cache what it has downloaded. MLX runs on the main thread.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from typing import Any, TextIO
+
+from pdplane.cli.daemon import mlx_needed
+from pdplane.cli.parent import exit_with_parent
+from pdplane.errors import ConfigError
+
+_TERMINATED = 128 + signal.SIGTERM
+
+
+def main() -> int:
+    """Load, wait for the word, compute; ends early when the parent is gone."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    word = threading.Event()
+    exit_with_parent(word.set)
+    speaker = _Speaker(sys.stdout)
+    sys.stdout = sys.stderr  # no library's chatter among our lines
+    model, prompt, max_tokens, step_size = sys.argv[1:]
+    try:
+        _measure(speaker, word, model, prompt, int(max_tokens), int(step_size))
+    except ConfigError as error:
+        speaker.say(error=str(error))
+        return 1
+    return 0
+
+
+class _Speaker:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def say(self, **said: Any) -> None:  # noqa: ANN401  (whatever JSON holds)
+        print(json.dumps(said), file=self._stream, flush=True)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self.say(progress=[what, done, total])
+
+
+def _measure(speaker: _Speaker, word: threading.Event, name: str, prompt: str, max_tokens: int, step_size: int) -> None:
+    with mlx_needed():
+        from pdplane.engine.model import TINY, load_model
+        from pdplane.engine.options import EngineOptions
+        from pdplane.engine.reference import single_process
+    options = EngineOptions(model=name, prefill_step_size=step_size)
+    model = load_model(name, progress=speaker.progress)
+    tokenizer = model.tokenizer
+    if tokenizer.has_chat_template and not name.startswith(TINY):
+        tokens = tokenizer.apply_chat([{"role": "user", "content": prompt}])
+    else:
+        tokens = tokenizer.encode(prompt)
+    speaker.say(tokens=tokens, context=model.context_length)
+    word.wait()
+    answer = single_process(model, tokens, max_tokens, options, stop_ids=tokenizer.eos_ids)
+    speaker.say(ids=[token.token for token in answer], logprobs=[token.logprob for token in answer])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
