@@ -180,6 +180,10 @@ class Peers:
             if any(turn.now - link.heard >= limit for link in peer.links.values()):
                 silent.append(peer)
                 continue
-            turn.add(*(Tell(link.channel, Ping(self._life)) for link in peer.links.values()))
+            for link in peer.links.values():
+                if link.registered:
+                    turn.add(Tell(link.channel, Ping(self._life)))
+                else:  # the answer may be lost, or still be sought: asking twice does no harm
+                    self.introduce(turn, link)
             self._timers.set(key, turn.now + self._settings.ping_interval_s)
         return silent
