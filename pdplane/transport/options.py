@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from pdplane.errors import ConfigError
-from pdplane.transport.framing import MAX_SEGMENT_BYTES
+from pdplane.transport.framing import MAX_RUNS, MAX_SEGMENT_BYTES
 
 
 @attrs.frozen
@@ -28,16 +28,25 @@ class TransportOptions:
     socket_buffer_bytes: int | None = None
     call_bytes: int = 16 << 20
     segment_bytes: int = 32 << 20
+    segment_runs: int = MAX_RUNS
     max_queued: int = 4096
     """Pushes that wait to be sent; more fail at once."""
     max_unacknowledged: int = 64
     max_connections: int = 256
     max_half_open: int = 32
     """Connections that have not finished their greeting; more are closed at once."""
+    mooncake_protocol: str = "tcp"
+    """Of the transport mooncake: `tcp` or `rdma`."""
+    mooncake_device: str = ""
+    """The RDMA device by name; empty lets Mooncake choose."""
 
     def __attrs_post_init__(self) -> None:
         for name, value in attrs.asdict(self).items():
-            if value is not None and value <= 0:
+            if isinstance(value, int | float) and value <= 0:
                 raise ConfigError(f"transport option {name} is {value}, it must be above zero")
         if self.segment_bytes > MAX_SEGMENT_BYTES:
             raise ConfigError(f"transport option segment_bytes is above {MAX_SEGMENT_BYTES}")
+        if self.segment_runs > MAX_RUNS:
+            raise ConfigError(f"transport option segment_runs is above {MAX_RUNS}")
+        if self.mooncake_protocol not in ("tcp", "rdma"):
+            raise ConfigError(f"mooncake's protocol is tcp or rdma, not {self.mooncake_protocol!r}")

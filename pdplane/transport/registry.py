@@ -14,6 +14,7 @@ from pdplane.security import Secret
 from pdplane.transport.fence import Fence, Writer
 from pdplane.transport.greeting import SenderGreeting
 from pdplane.transport.loopback import LoopbackLine, LoopbackReceiver
+from pdplane.transport.mooncake import MooncakeLine, MooncakeReceiver, mooncake_options
 from pdplane.transport.options import TransportOptions
 from pdplane.transport.pushes import Push
 from pdplane.transport.receiver import ReceiverSnapshot
@@ -68,9 +69,22 @@ class Transport:
     receiver: Callable[[Endpoint, SessionId | None, Life, Fence, Secret | None, OnReport, TransportOptions], Receiver]
 
 
-TRANSPORTS: dict[str, Transport] = {
+@attrs.frozen
+class OneSidedTransport:
+    """A scheme that writes to addresses, past any fence: no greeting, no life, no `Landed`, no `WriterCut`.
+
+    Its `Connected` carries an empty life. `line` wants the address at which the receiver's arena begins.
+    """
+
+    line: Callable[[Endpoint, SessionId, int, Arena, TransportOptions], Line]
+    receiver: Callable[[Endpoint, SessionId | None, Life, Fence, Secret | None, OnReport, TransportOptions], Receiver]
+    options: Callable[[TransportOptions], TransportOptions]
+
+
+TRANSPORTS: dict[str, Transport | OneSidedTransport] = {
     "tcp": Transport(StreamLine, StreamReceiver),
     "loopback": Transport(LoopbackLine, LoopbackReceiver),
+    "mooncake": OneSidedTransport(MooncakeLine, MooncakeReceiver, mooncake_options),
 }
 
 
@@ -86,12 +100,21 @@ def open_sender(
     secret: Secret | None = None,
     decode_life: Life | None = None,
     options: TransportOptions | None = None,
+    target_base: int | None = None,
 ) -> Sender:
-    """A sender that is not started yet; `decode_life` None takes whoever answers. Raises ConfigError."""
+    """A sender that is not started yet; `decode_life` None takes whoever answers. Raises ConfigError.
+
+    `target_base` is the address of the receiver's arena in its own process, as registered: one-sided schemes need it.
+    """
     settings = options or TransportOptions()
+    transport = _transport(scheme)
+    if isinstance(transport, OneSidedTransport):
+        if target_base is None:
+            raise ConfigError(f"the transport {scheme!r} needs the address of the arena that it writes into")
+        settings = transport.options(settings)
+        return PushSender(transport.line(peer, session, target_base, arena, settings), session, arena, report, settings)
     greeting = SenderGreeting(session, Writer(prefill_rank, prefill_life), secret, decode_life)
-    line = _transport(scheme).line(peer, greeting, arena, settings)
-    return PushSender(line, session, arena, report, settings)
+    return PushSender(transport.line(peer, greeting, arena, settings), session, arena, report, settings)
 
 
 def open_receiver(
@@ -110,7 +133,12 @@ def open_receiver(
     return _transport(scheme).receiver(listen, session, decode_life, fence, secret, report, settings)
 
 
-def _transport(scheme: str) -> Transport:
+def is_one_sided(scheme: str) -> bool:
+    """Whether the scheme writes past the fence. Raises ConfigError for one that does not exist."""
+    return isinstance(_transport(scheme), OneSidedTransport)
+
+
+def _transport(scheme: str) -> Transport | OneSidedTransport:
     try:
         return TRANSPORTS[scheme]
     except KeyError:

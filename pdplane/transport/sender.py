@@ -164,7 +164,7 @@ class PushSender:
             self._fail(job.push, job.refusal)
             return
         push = job.push
-        parts = list(segments(push.copies, self._options.segment_bytes))
+        parts = list(segments(push.copies, self._options.segment_bytes, self._options.segment_runs))
         for index, part in enumerate(parts):
             if job.cancelled or self._closing:
                 self._abandon(push, index)

@@ -72,6 +72,7 @@ class Decode:
         nbytes: int,
         *,
         host: str = "127.0.0.1",
+        port: int = 0,
         secret: Secret | None = None,
         options: TransportOptions | None = None,
     ) -> None:
@@ -80,7 +81,7 @@ class Decode:
         self.reports = Reports()
         self.receiver = open_receiver(
             scheme,
-            listen=Endpoint(host, 0),
+            listen=Endpoint(host, port),
             decode_life=DECODE_LIFE,
             fence=self.fence,
             report=self.reports,

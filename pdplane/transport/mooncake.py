@@ -1,0 +1,260 @@
+"""One-sided writes with Mooncake's TransferEngine: what legacy peers speak.
+
+The session is `host:port` of an engine, found by a handshake with that engine; the destination is the
+address that the registration named. Writes need no consent at the receiver: no fence holds, nothing is
+known to have landed until the writer says so elsewhere, and nothing authenticates. So a receiver here
+reports nothing, and the owner of the arena must keep a failed room's blocks out of use for a while.
+
+Needs the extra `mooncake` and Debian's libibverbs1, librdmacm1 and libnuma1; imported only when the scheme
+is asked for. Over TCP the engine refuses about a thousand runs in flight, hence small segments: each is
+one batch, and the border at which a cancelled push ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import threading
+from collections import deque
+from typing import Any
+
+import attrs
+
+from pdplane.errors import ConfigError, LocalProtocolError
+from pdplane.ids import Endpoint, Generation, Life, Room, SessionId
+from pdplane.kv.arena import Arena
+from pdplane.kv.copies import Copies
+from pdplane.security import Secret
+from pdplane.transport.fence import Fence
+from pdplane.transport.framing import Header, Kind
+from pdplane.transport.greeting import Accepted
+from pdplane.transport.options import TransportOptions
+from pdplane.transport.receiver import ReceiverSnapshot
+from pdplane.transport.reports import OnReport
+
+BATCH_RUNS = 128
+"""Runs of one batch; far below what the engine's TCP lanes hold, with room for other sessions' batches."""
+BATCH_BYTES = 8 << 20
+"""Bytes of one batch: what is still written after a cancel."""
+
+_MISSING = (
+    "the transport 'mooncake' needs `pip install 'pdplane[mooncake]'` and, on Debian,"
+    " `apt-get install libibverbs1 librdmacm1 libnuma1`"
+)
+
+
+def mooncake_options(options: TransportOptions) -> TransportOptions:
+    """The same settings with segments of one batch."""
+    return attrs.evolve(
+        options,
+        segment_bytes=min(options.segment_bytes, BATCH_BYTES),
+        segment_runs=min(options.segment_runs, BATCH_RUNS),
+    )
+
+
+class Engine:
+    """A TransferEngine with one registered arena; held until the last user closes it."""
+
+    def __init__(self, host: str, arena: Arena, options: TransportOptions) -> None:
+        # Its log is hers, on stderr, and chatty; whoever wants it says so.
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+        try:
+            module: Any = importlib.import_module("mooncake.engine")
+        except ImportError as missing:
+            raise ConfigError(f"{_MISSING} ({missing})") from None
+        protocol, device = options.mooncake_protocol, options.mooncake_device
+        self._arena = arena  # kept alive while the engine may touch it
+        self._engine: Any = module.TransferEngine()
+        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, device):
+            raise ConfigError(f"mooncake cannot start at {host!r} over {protocol} (device {device or 'any'!r})")
+        if self._engine.register_memory(arena.base, arena.nbytes):
+            raise ConfigError(f"mooncake cannot register {arena.nbytes} bytes over {protocol}")
+
+    @property
+    def port(self) -> int:
+        return int(self._engine.get_rpc_port())
+
+    def reaches(self, session: SessionId) -> bool:
+        """Whether an engine with registered memory answers at the session's address."""
+        return bool(self._engine.get_first_buffer_address(session))
+
+    def write(self, session: SessionId, part: Copies, target_base: int) -> bool:
+        """Write one batch whole, without the interpreter's lock; bounded by the engine's own timeout (30 s)."""
+        source = [self._arena.base + offset for offset in part.source.tolist()]
+        target = [target_base + offset for offset in part.destination.tolist()]
+        return int(self._engine.batch_transfer_sync_write(session, source, target, part.length.tolist())) == 0
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.unregister_memory(self._arena.base)
+            self._engine = None  # its destructor joins its threads and closes its sockets
+
+
+class _SharedEngines:
+    """One engine for all senders of an arena: an engine has threads, and registering over RDMA pins the memory.
+
+    An engine keeps what it learnt of a session; once a write failed it is not given out again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: dict[Engine, int] = {}
+        self._current: dict[tuple[object, ...], Engine] = {}
+
+    def acquire(self, host: str, arena: Arena, options: TransportOptions) -> Engine:
+        key = (arena.base, host, options.mooncake_protocol, options.mooncake_device)
+        with self._lock:
+            engine = self._current.get(key)
+            if engine is None:
+                engine = self._current[key] = Engine(host, arena, options)
+            self._users[engine] = self._users.get(engine, 0) + 1
+            return engine
+
+    def retire(self, engine: Engine) -> None:
+        with self._lock:
+            self._current = {key: other for key, other in self._current.items() if other is not engine}
+
+    def release(self, engine: Engine) -> None:
+        with self._lock:
+            self._users[engine] -= 1
+            if self._users[engine]:
+                return
+            del self._users[engine]
+            self._current = {key: other for key, other in self._current.items() if other is not engine}
+        engine.close()
+
+
+_shared = _SharedEngines()
+
+
+class MooncakeLine:
+    """A `Line` whose segments are batches of writes; a write that returned is its own acknowledgement."""
+
+    def __init__(
+        self, peer: Endpoint, session: SessionId, target_base: int, arena: Arena, options: TransportOptions
+    ) -> None:
+        self._peer, self._session, self._target_base = peer, session, target_base
+        self._arena, self._options = arena, options
+        self._changed = threading.Condition()
+        self._acks: deque[Header] = deque()
+        self._written: dict[tuple[Room, Generation, int], int] = {}
+        self._woken = self._shut = False
+        self._engine: Engine | None = None
+
+    def open(self) -> Accepted:
+        """Handshake with the session's engine. Whose life it is nobody says: the answer has an empty one."""
+        try:
+            self._engine = _shared.acquire(_local_host(self._peer), self._arena, self._options)
+        except ConfigError as wrong:
+            raise ConnectionError(str(wrong)) from None
+        if not self._engine.reaches(self._session):
+            self._fail("no mooncake engine answers there")
+        return Accepted(0, Life(""), "", "", "")
+
+    def send_segment(self, header: Header, part: Copies) -> None:
+        if self._shut or self._engine is None:
+            raise ConnectionAbortedError("the sender was closed")
+        if len(part.length) and not self._engine.write(self._session, part, self._target_base):
+            self._fail(f"a mooncake write of {part.nbytes} bytes failed")
+        key = (header.room, header.generation, header.push)
+        total = self._written.pop(key, 0) + part.nbytes
+        if not header.last:
+            self._written[key] = total
+            return
+        with self._changed:
+            self._acks.append(attrs.evolve(header, kind=Kind.ACK, count=0, nbytes=total))
+
+    def send_header(self, header: Header) -> None:
+        """A push was given up."""
+        self._written.pop((header.room, header.generation, header.push), None)
+
+    def receive(self, timeout_s: float | None) -> list[Header]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._woken or self._acks, timeout_s)
+            self._woken = False
+            acks = list(self._acks)
+            self._acks.clear()
+            return acks
+
+    def wake(self) -> None:
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
+    def shutdown(self) -> None:
+        """No batch begins any more; the running one cannot be stopped."""
+        self._shut = True
+
+    def close(self) -> None:
+        if self._engine is not None:
+            _shared.release(self._engine)
+            self._engine = None
+
+    def _fail(self, cause: str) -> None:
+        assert self._engine is not None
+        _shared.retire(self._engine)
+        raise ConnectionError(f"{self._session}: {cause}")
+
+
+class MooncakeReceiver:
+    """A `Receiver` that lets any peer write into the whole arena, and hears nothing of it."""
+
+    def __init__(
+        self,
+        listen: Endpoint,
+        session: SessionId | None,
+        decode_life: Life,
+        fence: Fence,
+        secret: Secret | None,
+        report: OnReport,
+        options: TransportOptions,
+    ) -> None:
+        del decode_life, secret, report  # one-sided: nobody asks, nobody proves, nothing is heard
+        self._listen, self._session = listen, session
+        self._arena, self._options = fence.arena, options
+        self._engine: Engine | None = None
+        self._started = False
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._listen
+
+    @property
+    def session(self) -> SessionId:
+        if self._session is None:
+            raise LocalProtocolError("a receiver has no session before it starts")
+        return self._session
+
+    def start(self, advertise_host: str | None = None) -> SessionId:
+        """Start the engine, which listens on every interface. Raises ConfigError."""
+        if self._started:
+            raise LocalProtocolError("a receiver starts once")
+        self._started = True
+        host = advertise_host or self._listen.host
+        if ":" in host:
+            raise ConfigError(f"mooncake sessions cannot carry the IPv6 address {host}: advertise IPv4 or a name")
+        if self._listen.port or self._session is not None:
+            raise ConfigError("mooncake chooses its own port, and with it the session; ask for port 0")
+        self._engine = Engine(host, self._arena, self._options)
+        self._listen = Endpoint(self._listen.host, self._engine.port)
+        self._session = SessionId(f"{host}:{self._engine.port}")
+        return self._session
+
+    def snapshot(self) -> ReceiverSnapshot:
+        """Nothing but zeros: connections are the engine's own."""
+        return ReceiverSnapshot(0, 0, 0, 0, 0)
+
+    def close(self) -> None:
+        self._started = True
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def _local_host(peer: Endpoint) -> str:
+    """The address of ours from which the peer is reached: the engine's name in its handshakes."""
+    family, kind, protocol, _, address = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])

@@ -1,0 +1,185 @@
+"""The real Mooncake engine over TCP on loopback: whole bytes, clear failures, no promise that it cannot keep."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+import pytest
+
+from pdplane.errors import ConfigError
+from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
+from pdplane.kv.arena import Arena
+from pdplane.transport.framing import segments
+from pdplane.transport.mooncake import BATCH_RUNS, Engine, mooncake_options
+from pdplane.transport.options import TransportOptions
+from pdplane.transport.registry import Sender, is_one_sided, open_sender
+from pdplane.transport.reports import Connected, ConnectFailed, Disconnected, Pushed, PushFailed
+from tests.transport.ends import PREFILL_LIFE, Decode, Reports, expected, permuted, push, random_arena, whole
+
+
+def _missing() -> str:
+    if importlib.util.find_spec("mooncake") is None:
+        return "the package mooncake-transfer-engine-non-cuda is not installed"
+    try:
+        Engine("127.0.0.1", Arena.zeros(4096), TransportOptions()).close()
+    except ConfigError as wrong:  # the package is there, a shared library of the system is not
+        return str(wrong)
+    return ""
+
+
+needs_engine = pytest.mark.skipif(bool(_missing()), reason=_missing())
+
+
+@pytest.fixture
+def decode() -> Iterator[Decode]:
+    made = Decode("mooncake", 1 << 20)
+    yield made
+    made.receiver.close()
+
+
+@pytest.fixture
+def senders() -> Iterator[list[Sender]]:
+    made: list[Sender] = []
+    yield made
+    for sender in made:
+        sender.close()
+
+
+def _sender(
+    senders: list[Sender], decode: Decode, arena: Arena, session: SessionId | None = None, base: int | None = None
+) -> tuple[Sender, Reports]:
+    reports = Reports()
+    found = session or decode.session
+    sender = open_sender(
+        "mooncake",
+        peer=Endpoint.parse(found),
+        session=found,
+        prefill_rank=Rank(0),
+        prefill_life=PREFILL_LIFE,
+        arena=arena,
+        report=reports,
+        target_base=decode.arena.base if base is None else base,
+    )
+    senders.append(sender)
+    sender.start()
+    return sender, reports
+
+
+@needs_engine
+def test_every_byte_lands_and_the_receiver_hears_nothing(decode: Decode, senders: list[Sender]) -> None:
+    source = random_arena(decode.arena.nbytes)
+    copies = permuted(source.nbytes, 1 << 10)
+    sender, reports = _sender(senders, decode, source)
+    sender.submit(push(7, copies))
+    (pushed,) = reports.wait(Pushed)
+    assert pushed == Pushed(decode.session, Room(7), Generation(1), 0, source.nbytes)
+    assert np.array_equal(decode.arena.bytes, expected(source, decode.arena.nbytes, copies))
+    assert reports.of(Connected) == [Connected(decode.session, Life(""))]
+    assert decode.reports.all == []
+    assert decode.session == f"127.0.0.1:{decode.receiver.endpoint.port}"
+    assert decode.receiver.endpoint.port > 0
+
+
+@needs_engine
+def test_two_sessions_share_one_engine_of_the_arena(decode: Decode, senders: list[Sender]) -> None:
+    other = Decode("mooncake", 1 << 16)
+    try:
+        source = random_arena(1 << 16)
+        for number, target in enumerate((decode, other)):
+            sender, reports = _sender(senders, target, source)
+            sender.submit(push(number, whole(1 << 16)))
+            reports.wait(Pushed)
+            assert np.array_equal(target.arena.bytes[: 1 << 16], source.bytes)
+    finally:
+        other.receiver.close()
+
+
+@needs_engine
+def test_nobody_at_the_address(decode: Decode, senders: list[Sender]) -> None:
+    sender, reports = _sender(senders, decode, random_arena(4096), session=SessionId("127.0.0.1:1"))
+    sender.submit(push(1, whole(16)))
+    (failed,) = reports.wait(ConnectFailed)
+    assert "no mooncake engine" in failed.cause
+    assert [type(end) for end in reports.ends(1)] == [PushFailed]
+
+
+@needs_engine
+def test_a_write_outside_the_registered_arena_fails_and_the_next_connection_works(
+    decode: Decode, senders: list[Sender]
+) -> None:
+    source = random_arena(1 << 16)
+    sender, reports = _sender(senders, decode, source, base=decode.arena.base + decode.arena.nbytes)
+    sender.submit(push(1, whole(1 << 16)))
+    assert "failed" in reports.wait(PushFailed)[0].cause
+    reports.wait(Disconnected)
+    assert not decode.arena.bytes.any()
+    again, reports = _sender(senders, decode, source)
+    again.submit(push(1, whole(1 << 16)))
+    reports.wait(Pushed)
+    assert np.array_equal(decode.arena.bytes[: 1 << 16], source.bytes)
+
+
+@needs_engine
+def test_a_cancelled_push_ends_between_batches(decode: Decode, senders: list[Sender]) -> None:
+    source = random_arena(decode.arena.nbytes)
+    sender, reports = _sender(senders, decode, source)
+    for number in range(20):
+        sender.submit(push(1, permuted(source.nbytes, 1 << 8), number))
+    sender.cancel(Room(1), Generation(1))
+    sender.submit(push(2, whole(16)))
+    ends = reports.ends(21)
+    assert any(isinstance(end, PushFailed) and end.cause == "cancelled" for end in ends)
+    assert any(isinstance(end, Pushed) and end.room == 2 for end in ends)
+
+
+@needs_engine
+def test_a_closed_receiver_takes_no_more_bytes(senders: list[Sender]) -> None:
+    decode, source = Decode("mooncake", 1 << 16), random_arena(1 << 16)
+    sender, reports = _sender(senders, decode, source)
+    sender.submit(push(1, whole(16)))
+    reports.wait(Pushed)
+    decode.receiver.close()
+    sender.submit(push(2, whole(1 << 16)))
+    reports.wait(PushFailed)
+    assert not decode.arena.bytes[16:].any()
+
+
+@needs_engine
+def test_a_port_of_our_own_choice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="its own port"):
+        Decode("mooncake", 4096, port=4000)
+
+
+def test_ipv6_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="IPv6"):
+        Decode("mooncake", 4096, host="::1")
+
+
+def test_a_sender_needs_the_arenas_address(senders: list[Sender]) -> None:
+    with pytest.raises(ConfigError, match="address of the arena"):
+        open_sender(
+            "mooncake",
+            peer=Endpoint("127.0.0.1", 1),
+            session=SessionId("127.0.0.1:1"),
+            prefill_rank=Rank(0),
+            prefill_life=PREFILL_LIFE,
+            arena=Arena.zeros(16),
+            report=Reports(),
+        )
+
+
+def test_batches_stay_small_whatever_the_options_say() -> None:
+    options = mooncake_options(attrs.evolve(TransportOptions(), segment_bytes=64 << 20))
+    parts = list(segments(permuted(1 << 20, 1 << 8), options.segment_bytes, options.segment_runs))
+    assert max(len(part.length) for part in parts) == BATCH_RUNS
+    assert is_one_sided("mooncake")
+    assert not is_one_sided("tcp")
+
+
+@pytest.mark.parametrize("wrong", [{"mooncake_protocol": "udp"}, {"segment_runs": 1 << 20}])
+def test_wrong_settings(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"mooncake|segment_runs"):
+        TransportOptions(**wrong)  # type: ignore[arg-type]
