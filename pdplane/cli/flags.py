@@ -12,6 +12,7 @@ from pdplane.cli.options import count, duration, port, size
 from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, EngineOptions
 from pdplane.errors import ConfigError
 from pdplane.security import Secret
+from pdplane.transport.registry import TRANSPORTS
 
 TOY = "toy"
 
@@ -102,6 +103,8 @@ def daemon_options(args: argparse.Namespace) -> DaemonOptions:
 
 def plane_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The shared flags as keyword arguments of either plane's config. Raises ConfigError for the secret file."""
+    if args.transport not in TRANSPORTS:
+        raise ConfigError(f"--transport {args.transport} is none of {', '.join(sorted(TRANSPORTS))}")
     return {
         "host": args.host,
         "advertise_host": args.advertise_host,

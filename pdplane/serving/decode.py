@@ -22,7 +22,7 @@ from pdplane.serving.relay import End, Relay
 def decode_app(node: DecodeNode, *, bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT) -> web.Application:
     """The application; serve it on the process's HttpThread. `bootstrap_port` is taken where a request names none."""
     app = web.Application(client_max_size=MAX_BODY, middlewares=[json_errors])
-    metrics = Metrics(node)
+    metrics = Metrics(node, "decode")
     AboutRoutes(node, "decode", metrics).add_to(app)
     app.router.add_post("/generate", _DecodeRoutes(node, metrics, bootstrap_port).generate)
     return app

@@ -28,14 +28,27 @@ _TIMINGS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "transfer_mb": ("kv_transfer_total_mb", "KV received for a request, in 10**6 bytes.", _MEGABYTES),
     "transfer_gb_s": ("kv_transfer_speed_gb_s", "KV received per second, in 10**9 bytes.", _RATES),
 }
-# Metric by the path of a count in the node's statistics.
-_COUNTS: Mapping[str, tuple[str, str]] = {
-    "rooms.early": ("num_prefill_early_rooms", "Rooms whose decode came before their request."),
-    "rooms.opened": ("num_prefill_bootstrap_queue_reqs", "Requests that wait for decode's blocks."),
-    "rooms.windowed": ("num_prefill_inflight_queue_reqs", "Requests that are computed and pushed."),
-    "rooms.resolving": ("num_decode_prealloc_queue_reqs", "Requests whose prefill is looked up."),
-    "rooms.waiting": ("num_decode_transfer_queue_reqs", "Requests whose KV is on its way."),
-    "token_usage": ("token_usage", "Share of the cache's blocks in use, 0 to 1."),
+_SAME_TIMING: Mapping[str, str] = {"transfer_wait_ms": "transfer_ms"}  # decode's word for it
+# By role: metric, text, and the counts of the node's statistics that it sums up (a missing one is 0).
+_QUEUES: Mapping[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
+    "prefill": (
+        ("num_prefill_bootstrap_queue_reqs", "Requests that wait for decode's blocks.", ("rooms.opened",)),
+        (
+            "num_prefill_inflight_queue_reqs",
+            "Requests that are computed and pushed.",
+            ("rooms.windowed", "rooms.finishing"),
+        ),
+        ("num_queue_reqs", "Requests that wait for blocks of this node.", ("blocks.waiting",)),
+    ),
+    "decode": (
+        (
+            "num_decode_prealloc_queue_reqs",
+            "Requests that wait for blocks or for their prefill to be found.",
+            ("blocks.waiting", "rooms.resolving"),
+        ),
+        ("num_decode_transfer_queue_reqs", "Requests whose KV is on its way.", ("rooms.waiting",)),
+        ("num_queue_reqs", "Requests that wait for blocks of this node.", ("blocks.waiting",)),
+    ),
 }
 
 
@@ -46,9 +59,9 @@ _UNMET = re.compile(r"rendezvous|did not register|no request came|no decode rank
 class Metrics:
     """One application's metrics, in a registry of their own."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, role: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_NodeCounts(node))
+        self._registry.register(_NodeCounts(node, role))
         self.running = self._gauge("num_running_reqs", "Requests being answered.")
         self.requests = self._counter("num_requests", "Requests that were let in.")
         self.first_token = self._histogram("time_to_first_token_seconds", "Request to first token.", _SECONDS)
@@ -61,8 +74,9 @@ class Metrics:
     def finished(self, finished: Finished) -> None:
         """Count what a finished request tells of itself."""
         for name, value in finished.timings.items():
-            if name in self._timings:
-                self._timings[name].observe(value)
+            histogram = self._timings.get(_SAME_TIMING.get(name, name))
+            if histogram is not None:
+                histogram.observe(value)
 
     def failed_with(self, error: BaseException) -> None:
         """Count a request that the disaggregation failed; refusals of the request itself do not count."""
@@ -86,21 +100,21 @@ class Metrics:
 class _NodeCounts(Collector):
     """Reads the node's statistics at each scrape."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, role: str) -> None:
         self._node = node
+        self._queues = _QUEUES[role]
 
     def collect(self) -> Iterable[Metric]:
         everything = GaugeMetricFamily("pdplane_statistics", "Each count of the node.", labels=["count"])
         try:
-            counts = self._node.statistics()
+            counts = dict(flatten(self._node.statistics()))
         except PdplaneError:
             return  # not started, or not answering: /livez says which
-        for path, value in flatten(counts):
+        for path, value in counts.items():
             everything.add_metric([path], value)
-            if path in _COUNTS:
-                name, text = _COUNTS[path]
-                yield GaugeMetricFamily(f"pdplane_{name}", text, value=value)
         yield everything
+        for name, text, paths in self._queues:
+            yield GaugeMetricFamily(f"pdplane_{name}", text, value=sum(counts.get(path, 0) for path in paths))
 
     def describe(self) -> Iterable[Metric]:
         return ()  # asking the node for names at registration would be too early

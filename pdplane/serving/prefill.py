@@ -24,7 +24,7 @@ _EARLY_REFUSAL_S = 0.05
 def prefill_app(node: PrefillNode) -> web.Application:
     """The application; serve it on the process's HttpThread."""
     app = web.Application(client_max_size=MAX_BODY, middlewares=[json_errors])
-    metrics = Metrics(node)
+    metrics = Metrics(node, "prefill")
     AboutRoutes(node, "prefill", metrics).add_to(app)
     app.router.add_post("/generate", _PrefillRoutes(node, metrics).generate)
     return app

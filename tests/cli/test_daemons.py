@@ -1,0 +1,209 @@
+"""Both daemons as processes on the toy engine: ready lines, a pair of requests, signals, busy ports, listeners."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdplane.ids import Endpoint
+from pdplane.testing.toy_model import ToyOptions, toy_answer
+from tests.cli.daemons import PATIENCE_S, Daemon, command
+from tests.http_client import ask
+
+PROMPT = "Once upon a time there was a plane"
+
+
+def expected(prompt: str, count: int) -> str:
+    return bytes(token for token, _logprob in toy_answer(ToyOptions(), list(prompt.encode()), count)).decode()
+
+
+def generate(prefill: str, decode: str, *words: str) -> subprocess.CompletedProcess[str]:
+    line = command("generate", "--prefill", prefill, "--decode", decode, *words)
+    return subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Daemon, Daemon]]:
+    with (
+        Daemon("prefill", "--bootstrap-timeout", "2s") as prefill,
+        Daemon("decode", "--bootstrap-timeout", "2s") as decode,
+    ):
+        yield prefill, decode
+
+
+def test_a_pair_answers_as_one_process_would(pair: tuple[Daemon, Daemon]) -> None:
+    prefill, decode = pair
+    told = generate(prefill.url, decode.url, "--max-tokens", "24", PROMPT)
+    assert (told.returncode, told.stdout) == (0, expected(PROMPT, 24) + "\n"), told.stderr
+    as_json = generate(prefill.url, decode.url, "--max-tokens", "5", "--json", "--room", "77", PROMPT)
+    answer = json.loads(as_json.stdout)
+    assert (answer["room"], answer["text"]) == (77, expected(PROMPT, 5))
+    assert answer["meta_info"]["completion_tokens"] == 5
+    assert answer["prefill"]["prompt_tokens"] == len(PROMPT)
+    chat = generate(prefill.url, decode.url, "--max-tokens", "5", "--chat", "hi")
+    assert chat.stdout == expected("user: hi\nassistant: ", 5) + "\n"
+    for daemon in pair:
+        assert ask(daemon.http, "GET", "/health").status == 200
+        assert ask(daemon.http, "GET", "/statistics").json["blocks"]["used_blocks"] == 0
+
+
+def test_ready_lines_name_every_address(pair: tuple[Daemon, Daemon]) -> None:
+    prefill, decode = (daemon.ready for daemon in pair)
+    assert (prefill["event"], prefill["role"], decode["role"]) == ("ready", "prefill", "decode")
+    assert prefill["control"]
+    assert decode["data"]
+    info = ask(pair[0].http, "GET", "/server_info").json
+    assert prefill["bootstrap"] == f"{info['bootstrap_host']}:{info['bootstrap_port']}"
+
+
+def test_listeners_are_loopback_only(pair: tuple[Daemon, Daemon]) -> None:
+    for daemon in pair:
+        addresses = _listening(daemon.process.pid)
+        assert addresses
+        assert all(address.startswith("127.") or address in ("::1", "::ffff:127.0.0.1") for address in addresses)
+
+
+def test_refusals_of_either_leg_are_told(pair: tuple[Daemon, Daemon]) -> None:
+    prefill, decode = pair
+    too_long = generate(prefill.url, decode.url, "--max-tokens", "5", "x" * 5000)
+    assert too_long.returncode == 1
+    assert "prefill: " in too_long.stderr
+    assert "tokens" in too_long.stderr
+    swapped = generate(decode.url, prefill.url, "hi")
+    assert swapped.returncode == 1
+    assert "names no bootstrap port" in swapped.stderr
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"http://127.0.0.1:{server.getsockname()[1]}"
+    dead = generate(prefill.url, nobody, "hi")
+    assert dead.returncode == 1
+    assert f"decode: cannot talk to {nobody}" in dead.stderr
+
+
+def test_decode_names_a_prefill_that_is_not_there(pair: tuple[Daemon, Daemon]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    body = {"text": "hi", "bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 1}
+    answer = ask(pair[1].http, "POST", "/generate", body)
+    assert answer.status == 502
+    assert str(port) in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_signal_ends_it_cleanly(role: str, number: signal.Signals) -> None:
+    daemon = Daemon(role, "--log-json", "--log-level", "debug")
+    daemon.wait_ready()
+    code, log = daemon.end(number)
+    assert code == 0, log
+    assert "Traceback" not in log
+    assert all(json.loads(line)["logger"] for line in log.splitlines())
+
+
+def test_a_signal_while_a_request_runs_drains_it() -> None:
+    prefill = Daemon("prefill", "--bootstrap-timeout", "1s")
+    prefill.wait_ready()
+    body = {"text": "hi", "bootstrap_room": 5, "max_tokens": 3}
+    with socket.create_connection((prefill.http.host, prefill.http.port)) as client:
+        payload = json.dumps(body)
+        client.sendall(
+            f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n{payload}".encode()
+        )
+        assert _legs(prefill) == 1
+        prefill.process.send_signal(signal.SIGTERM)
+        assert b" 504 " in client.recv(4096).split(b"\r\n")[0]
+    assert prefill.process.wait(PATIENCE_S) == 0
+    prefill.end()
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    daemon = Daemon("prefill", "--drain-timeout", "1h")
+    daemon.wait_ready()
+    with socket.create_connection((daemon.http.host, daemon.http.port)) as client:
+        payload = json.dumps({"text": "hi", "bootstrap_room": 5})
+        client.sendall(
+            f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n{payload}".encode()
+        )
+        assert _legs(daemon) == 1
+        daemon.process.send_signal(signal.SIGTERM)
+        while ask(daemon.http, "GET", "/health").status == 200:
+            pass  # until the first signal has been taken
+        assert daemon.end(signal.SIGINT)[0] == 130
+
+
+@pytest.mark.parametrize(
+    ("role", "flag"), [("prefill", "--port"), ("prefill", "--bootstrap-port"), ("decode", "--port")]
+)
+def test_a_busy_port_is_named(role: str, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hog:
+        port = str(hog.getsockname()[1])
+        daemon = Daemon(role, flag, port)
+        assert daemon.process.wait(PATIENCE_S) != 0
+        code, log = daemon.end()
+    assert code == 1
+    assert f"port {port} on 127.0.0.1 is taken" in log
+    assert "Traceback" not in log
+
+
+def test_a_host_for_everybody_warns() -> None:
+    daemon = Daemon("decode", "--host", "0.0.0.0", "--advertise-host", "127.0.0.1")
+    daemon.wait_ready()
+    _code, log = daemon.end()
+    assert "listening on 0.0.0.0, which other machines can reach, without a secret" in log
+    assert "peers are told 127.0.0.1" in log
+
+
+def test_a_secret_pairs_only_those_who_share_it(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.write_text("a secret of more than sixteen bytes\n")
+    theirs.write_text("another secret of that same length!\n")
+    quick = ("--bootstrap-timeout", "2s")
+    with (
+        Daemon("prefill", "--secret-file", str(ours), *quick) as prefill,
+        Daemon("decode", "--secret-file", str(ours), *quick) as decode,
+        Daemon("decode", "--secret-file", str(theirs), *quick) as stranger,
+    ):
+        assert generate(prefill.url, decode.url, "--max-tokens", "4", "hi").stdout == expected("hi", 4) + "\n"
+        refused = generate(prefill.url, stranger.url, "--max-tokens", "4", "hi")
+        assert refused.returncode == 1
+        assert "bearer token" in refused.stderr
+
+
+def _legs(daemon: Daemon) -> int:
+    """Wait, bounded by the patience of the HTTP client, for the one request to arrive."""
+    for _ in range(1000):
+        legs = int(ask(daemon.http, "GET", "/statistics").json["legs"])
+        if legs:
+            return legs
+    return 0
+
+
+def _listening(pid: int) -> set[str]:
+    """Addresses on which a process listens, read from /proc."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        target = descriptor.readlink().name if descriptor.is_symlink() else ""
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(_address(fields[1].split(":")[0], family))
+    return found
+
+
+def _address(text: str, family: socket.AddressFamily) -> str:
+    words = [bytes.fromhex(text[start : start + 8])[::-1] for start in range(0, len(text), 8)]
+    return socket.inet_ntop(family, b"".join(words))
+
+
+def test_addresses_of_proc_are_read() -> None:
+    assert _address("0100007F", socket.AF_INET) == "127.0.0.1"
+    assert Endpoint(_address("00000000000000000000000001000000", socket.AF_INET6), 1).is_ipv6

@@ -1,0 +1,87 @@
+"""The command itself: help, version, usage, and how little it imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pdplane.cli.main import COMMANDS, main
+from tests.cli.daemons import PATIENCE_S, command
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("pdplane ")
+
+
+def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "generate"])
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert "usage: pdplane" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nonsense"], "invalid choice"),
+        (["prefill"], "--model"),
+        (["prefill", "--model", "toy", "--arena-bytes", "much"], "no size"),
+        (["decode", "--model", "toy", "--kv-bits", "5"], "invalid choice"),
+        (["generate", "--prefill", "h:1", "--decode", "h:2"], "prompt"),
+    ],
+)
+def test_wrong_usage_is_explained(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--host", ""], "--host is empty"),
+        (["--host", "0.0.0.0"], "every interface"),
+        (["--bootstrap-timeout", "0.5"], "bootstrap_timeout_s"),
+        (["--secret-file", "/nonexistent"], "/nonexistent"),
+        (["--transport", "pigeon"], "pigeon"),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_settings_that_cannot_work_end_in_one_line(role: str, words: list[str], says: str) -> None:
+    flags = ["--model", "toy", "--port", "0", "--bootstrap-port", "0"]
+    ended = subprocess.run(
+        command(role, *flags, *words), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert ended.returncode == 1
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_help_loads_neither_mlx_nor_sockets() -> None:
+    code = "import sys; from pdplane.cli.main import main; main([]); print(sorted(sys.modules))"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    ).stdout
+    assert not any(f"'{name}'" in out for name in ("mlx", "mlx_lm", "zmq", "aiohttp", "numpy"))
+
+
+def test_a_missing_engine_says_what_to_install() -> None:
+    block = "import sys; sys.modules['mlx'] = sys.modules['mlx.core'] = sys.modules['mlx_lm'] = None; "
+    for role in ("prefill", "decode"):
+        code = block + f"from pdplane.cli.main import main; sys.exit(main(['{role}', '--model', 'tiny:llama']))"
+        ended = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert ended.returncode == 1
+        assert ended.stderr.strip() == f"pdplane {role}: the MLX engine is not installed: pip install 'pdplane[mlx]'"
