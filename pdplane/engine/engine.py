@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Self
 
@@ -51,11 +52,18 @@ class Engine:
     def start(self, progress: Progress = no_progress) -> None:
         """Load the model on the MLX thread, probe its caches and make the arena.
 
-        `progress` is called on the MLX thread. Raises ConfigError, and then the engine is closed.
+        `progress` is called on the MLX thread. Raises ConfigError, and then the engine is closed. `close` from another
+        thread ends a download or conversion at its next progress: then this raises CancelledError.
         """
+
+        def watched(name: str, done: int, total: int) -> None:
+            if self.thread.closing:
+                raise CancelledError("the engine closes")
+            progress(name, done, total)
+
         self.thread.start()
         try:
-            self._opened = self.thread.call(lambda: _open(self.options, progress))
+            self._opened = self.thread.call(lambda: _open(self.options, watched))
         finally:
             if self._opened is None:
                 self.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pdplane.engine.caches import Leaf, Tensor
 from pdplane.engine.options import EngineOptions
@@ -12,6 +12,7 @@ from pdplane.errors import ConfigError
 from pdplane.ids import FieldId, GroupId
 from pdplane.kv.layout import ELEMENT_BYTES, GroupSpec, Layout, Partition
 from pdplane.kv.planning import FieldSpec, plan_layout
+from pdplane.kv.token_major import local_heads
 
 KV = GroupId("kv")
 """One block holds `block_tokens` rows of every history tensor of every layer, as one run of bytes."""
@@ -32,14 +33,15 @@ def carried(leaf: Leaf) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in leaf.tensors if math.prod(tensor.shape) > 0)
 
 
-def cache_layout(leaves: Sequence[Leaf], options: EngineOptions) -> Layout:
-    """The layout with as many parents as `options.arena_bytes` allow.
+def cache_layout(leaves: Sequence[Leaf], options: EngineOptions, tp_size: int = 1) -> Layout:
+    """The layout of one of `tp_size` ranks, with as many parents as `options.arena_bytes` allow.
 
-    History pages are head-major, `(heads, block_tokens, width)`; state pages are whole tensors. Raises ConfigError
-    when a dtype cannot be carried or the arena cannot hold one parent beside the null parent.
+    `leaves` are those of the whole model. History pages are head-major, `(heads, block_tokens, width)`; state pages
+    are whole tensors. Raises ConfigError when a dtype cannot be carried, the heads cannot be split, or the arena cannot
+    hold one parent beside the null parent.
     """
     block_tokens = options.block_tokens
-    fields = list(_fields(leaves, block_tokens))
+    fields = list(_fields(leaves, block_tokens, tp_size))
     if not fields:
         raise ConfigError(f"model {options.model!r} keeps no cache, so there is nothing to move")
     present = {field.group_id for field in fields}
@@ -58,6 +60,11 @@ def cache_layout(leaves: Sequence[Leaf], options: EngineOptions) -> Layout:
             alignment=_ALIGNMENT,
         )
 
+    return fit_arena(plan, options)
+
+
+def fit_arena(plan: Callable[[int], Layout], options: EngineOptions) -> Layout:
+    """The largest layout, by parents, that the arena holds; ConfigError when it cannot hold one beside the null one."""
     parent_bytes = plan(1).lcm_block_bytes
     parents = options.arena_bytes // parent_bytes - 1
     if parents < 1:
@@ -82,14 +89,16 @@ def _specs(block_tokens: int) -> tuple[GroupSpec, GroupSpec]:
     return history, state
 
 
-def _fields(leaves: Sequence[Leaf], block_tokens: int) -> Iterator[FieldSpec]:
+def _fields(leaves: Sequence[Leaf], block_tokens: int, tp_size: int) -> Iterator[FieldSpec]:
     for leaf in leaves:
         for tensor in carried(leaf):
             name = field_id(leaf, tensor)
             shape = tensor.shape
             if leaf.kind.is_history:
                 heads, width = tensor.shape
-                shape = (heads, block_tokens, width)
+                shape = (local_heads(heads, tp_size), block_tokens, width)
+            elif tp_size > 1:
+                raise ConfigError(f"{name} is a state, which pdplane cannot split over {tp_size} ranks")
             group = KV if leaf.kind.is_history else STATE
             yield FieldSpec(group, name, _PLANE, shape, layout_dtype(tensor.dtype, name))
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 import mlx.core as mx
-from mlx_lm.utils import load as untyped_load
 
-from pdplane.engine.gguf import converted_folder
+from pdplane.engine.gguf import Form, converted_folder
 from pdplane.engine.options import Progress, no_progress
 from pdplane.engine.smollm2 import smollm2_folder
 from pdplane.engine.text import Tokenizer
 from pdplane.engine.tiny import build_tiny
-from pdplane.engine.untyped import Network
+from pdplane.engine.untyped import Network, load_folder
 from pdplane.errors import ConfigError
 
 TINY = "tiny:"
-_load_with_mlx_lm: Callable[..., tuple[Network, Any, dict[str, Any]]] = untyped_load  # type: ignore[assignment]  # returns two or three values
+SMOLLM2: Mapping[str, Form] = {"smollm2": "packed", "smollm2-f32": "float32"}
 
 
 @attrs.frozen(eq=False)
@@ -52,15 +51,15 @@ class Model:
 
 
 def load_model(name: str, *, seed: int = 0, progress: Progress = no_progress) -> Model:
-    """Load a directory, hub id, `.gguf` file, `smollm2` or `tiny:FAMILY[-f32|-bf16|-q4]`.
+    """Load a directory, hub id, `.gguf` file, `smollm2`, `smollm2-f32` or `tiny:FAMILY[-f32|-bf16|-q4]`.
 
     Raises ConfigError with one line that says what is wrong.
     """
     if name.startswith(TINY):
         tiny = build_tiny(name.removeprefix(TINY), seed)
         return Model(name, tiny.network, tiny.tokenizer, tiny.config, None)
-    if name == "smollm2":
-        return _load_folder(name, smollm2_folder(progress), progress)
+    if name in SMOLLM2:
+        return _load_folder(name, smollm2_folder(progress, SMOLLM2[name]), progress)
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         return _load_folder(name, converted_folder(path, progress), progress)
@@ -85,7 +84,7 @@ def _download(name: str, progress: Progress) -> Path:
 def _load_folder(name: str, path: Path, progress: Progress) -> Model:
     progress(f"load {name}", 0, 1)
     try:
-        network, wrapper, config = _load_with_mlx_lm(str(path), return_config=True)
+        network, wrapper, config = load_folder(path)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, json.JSONDecodeError) as error:
         raise ConfigError(f"cannot load model {name!r} from {path}: {_one_line(error)}") from error
     mx.eval(network.parameters())

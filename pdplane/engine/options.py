@@ -12,6 +12,7 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total); total 0 when unknown."""
 
 KV_BITS = (2, 3, 4, 6, 8)
+PAGE_LAYOUTS = ("hnd", "nhd")
 KV_GROUP_SIZES = (32, 64, 128)
 
 
@@ -23,19 +24,25 @@ def no_progress(name: str, done: int, total: int) -> None:
 class EngineOptions:
     """What a prefill and a decode engine must agree on, and the size of the arena.
 
-    `model` is an mlx-lm model directory, a hub id, a `.gguf` file, `smollm2`, or `tiny:FAMILY`; `seed` is used by the
-    tiny models only. `kv_bits` quantises the KV cache from the first chunk on.
+    `model` is an mlx-lm model directory, a hub id, a `.gguf` file, `smollm2` (`smollm2-f32` unpacks its weights), or
+    `tiny:FAMILY`; `seed` is used by the tiny models only. `kv_bits` quantises the KV cache from the first chunk on.
     """
 
     model: str
     prefill_step_size: int = 2048
-    block_tokens: int = 16
+    block_tokens: int = 32
     arena_bytes: int = 1 << 30
     kv_bits: int | None = None
     kv_group_size: int = 64
     seed: int = 0
+    page_layout: str = "hnd"
+    """`hnd`: head-major pages of every cache, bit for bit; `nhd`: token-major pages, as legacy engines publish."""
 
     def __attrs_post_init__(self) -> None:
+        if self.page_layout not in PAGE_LAYOUTS:
+            raise ConfigError(f"page_layout must be one of {', '.join(PAGE_LAYOUTS)}, not {self.page_layout!r}")
+        if self.page_layout == "nhd" and self.kv_bits is not None:
+            raise ConfigError("legacy pages (nhd) cannot express a quantised KV cache: drop kv_bits or take hnd")
         for name in ("prefill_step_size", "block_tokens", "arena_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")

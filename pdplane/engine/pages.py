@@ -14,7 +14,7 @@ from pdplane.engine.layout import KV, STATE, carried, field_id
 from pdplane.engine.untyped import Cache
 from pdplane.engine.views import Buffer, Numbers, bits_of, carrier
 from pdplane.errors import ConfigError
-from pdplane.ids import GroupId
+from pdplane.ids import FieldId, GroupId
 from pdplane.kv.arena import Arena
 from pdplane.kv.layout import Layout
 
@@ -37,10 +37,12 @@ class Pages:
     """The arena seen as one array a field: shape (blocks, *field shape), without the null block."""
 
     def __init__(self, layout: Layout, arena: Arena, leaves: Sequence[Leaf]) -> None:
-        self._block_tokens = layout.prefix_granularity
         self._last = {group.group_id: group.page_count - 1 for group in layout.groups}
         self._views = {
-            field_id(leaf, tensor): _view(layout, arena, leaf, tensor) for leaf in leaves for tensor in carried(leaf)
+            name: view_pages(layout, arena, name, tensor.dtype)
+            for leaf in leaves
+            for tensor in carried(leaf)
+            for name in [field_id(leaf, tensor)]
         }
 
     def check(self, blocks: Blocks, needed: Mapping[GroupId, int]) -> None:
@@ -52,6 +54,10 @@ class Pages:
             if any(not 1 <= block <= self._last[group_id] for block in ids):
                 raise ConfigError(f"a block of group {group_id!r} lies outside 1..{self._last[group_id]}")
 
+    def first_field(self, leaf: Leaf) -> FieldId:
+        """A field of the leaf's; all of them belong to one step of the layout."""
+        return field_id(leaf, carried(leaf)[0])
+
     def cut(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
         """Copy a cache of `length` tokens into its blocks; the rest of the last page becomes zeros."""
         tensors = leaf.kind.take(cache)
@@ -61,7 +67,7 @@ class Pages:
             if not leaf.kind.is_history:
                 pages[blocks[STATE][0] - 1] = source.reshape(tensor.shape)
                 continue
-            self._cut_rows(source[0], pages, blocks[KV], length)
+            cut_rows(source[0], pages, blocks[KV], length)
 
     def assemble(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
         """Fill a fresh cache from its blocks; bytes beyond `length` tokens are never read.
@@ -74,41 +80,45 @@ class Pages:
             if tensor in carried(leaf):
                 pages = self._views[field_id(leaf, tensor)]
                 if leaf.kind.is_history:
-                    self._join_rows(pages, buffer.view[0], blocks[KV], length)
+                    join_rows(pages, buffer.view[0], blocks[KV], length)
                 else:
                     buffer.view[...] = pages[blocks[STATE][0] - 1]
             tensors[tensor.name] = buffer.take()
         leaf.kind.give(cache, tensors, length)
 
-    def _cut_rows(self, source: Numbers, pages: Numbers, blocks: Sequence[int], length: int) -> None:
-        step = self._block_tokens
-        whole = length // step
-        for run in _runs(blocks[:whole]):
-            rows = source[:, run.slot * step : (run.slot + run.count) * step]
-            pages[run.page : run.page + run.count] = _paged(rows, run.count).swapaxes(0, 1)
-        if rest := length - whole * step:
-            last = pages[blocks[whole] - 1]
-            last[:, :rest] = source[:, whole * step : length]
-            last[:, rest:] = 0
-
-    def _join_rows(self, pages: Numbers, target: Numbers, blocks: Sequence[int], length: int) -> None:
-        step = self._block_tokens
-        whole = length // step
-        for run in _runs(blocks[:whole]):
-            rows = target[:, run.slot * step : (run.slot + run.count) * step]
-            _paged(rows, run.count)[...] = pages[run.page : run.page + run.count].swapaxes(0, 1)
-        if rest := length - whole * step:
-            target[:, whole * step : length] = pages[blocks[whole] - 1][:, :rest]
+def cut_rows(source: Numbers, pages: Numbers, blocks: Sequence[int], length: int) -> None:
+    """Copy `length` rows of (heads, rows, width) into pages (blocks, heads, tokens, width), whatever their strides."""
+    step = pages.shape[2]
+    whole = length // step
+    for run in _runs(blocks[:whole]):
+        rows = source[:, run.slot * step : (run.slot + run.count) * step]
+        pages[run.page : run.page + run.count] = _paged(rows, run.count).swapaxes(0, 1)
+    if rest := length - whole * step:
+        last = pages[blocks[whole] - 1]
+        last[:, :rest] = source[:, whole * step : length]
+        last[:, rest:] = 0
 
 
-def _view(layout: Layout, arena: Arena, leaf: Leaf, tensor: Tensor) -> Numbers:
-    field = layout.field(field_id(leaf, tensor))
+def join_rows(pages: Numbers, target: Numbers, blocks: Sequence[int], length: int) -> None:
+    """The way back of `cut_rows`."""
+    step = pages.shape[2]
+    whole = length // step
+    for run in _runs(blocks[:whole]):
+        rows = target[:, run.slot * step : (run.slot + run.count) * step]
+        _paged(rows, run.count)[...] = pages[run.page : run.page + run.count].swapaxes(0, 1)
+    if rest := length - whole * step:
+        target[:, whole * step : length] = pages[blocks[whole] - 1][:, :rest]
+
+
+def view_pages(layout: Layout, arena: Arena, name: FieldId, dtype: mx.Dtype) -> Numbers:
+    """All pages of a field but the null one, shape (blocks, *field shape), in the arena's memory."""
+    field = layout.field(name)
     first = int(layout.page_offsets(field.field_id, np.array([1], dtype=np.uint64))[0])
     count = layout.group(field.group_id).page_count - 1
     inner = [field.element_bytes * math.prod(field.shape[axis + 1 :]) for axis in range(len(field.shape))]
     return np.ndarray(
         (count, *field.shape),
-        dtype=carrier(tensor.dtype),
+        dtype=carrier(dtype),
         buffer=arena.bytes,
         offset=first,
         strides=(field.page_stride_bytes, *inner),
@@ -134,7 +144,10 @@ def _runs(blocks: Sequence[int]) -> Iterator[_Run]:
 
 
 def _buffer_shape(leaf: Leaf, tensor: Tensor, length: int) -> tuple[int, ...]:
-    if not leaf.kind.is_history:
-        return tensor.shape
+    return history_shape(tensor, length) if leaf.kind.is_history else tensor.shape
+
+
+def history_shape(tensor: Tensor, length: int) -> tuple[int, ...]:
+    """The shape of a history array with rows in reserve."""
     heads, width = tensor.shape
     return (1, heads, -(-(length + _RESERVE) // _STEP) * _STEP, width)

@@ -10,7 +10,7 @@ import mlx.core as mx
 from pdplane.engine.caches import Leaf
 from pdplane.engine.engine import Engine
 from pdplane.engine.forward import Forward
-from pdplane.engine.layout import carried, field_id
+from pdplane.engine.layout import carried
 from pdplane.engine.pages import Blocks
 from pdplane.engine.thread import Job, Turns
 from pdplane.engine.views import Numbers, row_of
@@ -68,4 +68,4 @@ class PrefillEngine(Engine):
     def _leaves_in_step_order(self) -> list[Leaf]:
         order = {name: number for number, step in enumerate(self.layout.steps) for name in step}
         leaves = [leaf for leaf in self.opened.leaves if carried(leaf)]
-        return sorted(leaves, key=lambda leaf: order[field_id(leaf, carried(leaf)[0])])
+        return sorted(leaves, key=lambda leaf: order[self.opened.pages.first_field(leaf)])

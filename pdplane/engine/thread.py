@@ -92,6 +92,11 @@ class EngineThread:
                 self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
 
     @property
+    def closing(self) -> bool:
+        """`close` was called; work that takes long may look and give up."""
+        return self._closing
+
+    @property
     def active_jobs(self) -> int:
         """Jobs that were submitted and have not ended."""
         return self._active

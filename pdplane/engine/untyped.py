@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn
 import mlx.utils
 from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.utils import load
 
 Cache: TypeAlias = Any
 """One of mlx-lm's cache objects."""
@@ -22,6 +23,7 @@ _nn: Any = mlx.nn
 _utils: Any = mlx.utils
 _mx: Any = mx
 _maybe_quantize: Any = maybe_quantize_kv_cache
+_load: Any = load
 
 
 def make_network(model_type: str, config: Mapping[str, object]) -> Network:
@@ -43,6 +45,12 @@ def replace_parameters(network: Network, replace: Callable[[str, mx.array], mx.a
 def quantise_network(network: Network, *, group_size: int, bits: int) -> None:
     """Quantise every layer that can be; raises ValueError when a width does not divide."""
     _nn.quantize(network, group_size=group_size, bits=bits)
+
+
+def load_folder(folder: Path) -> tuple[Network, Any, dict[str, Any]]:
+    """mlx-lm's loader: the network, its tokenizer wrapper and the config; raises what it finds wrong."""
+    network, wrapper, config = _load(str(folder), return_config=True)
+    return network, wrapper, config
 
 
 def load_gguf(file: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:

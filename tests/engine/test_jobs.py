@@ -146,7 +146,7 @@ def test_requests_that_cannot_work_are_refused_at_once(pair: Pair) -> None:
 
 
 def test_an_answer_ends_at_the_context() -> None:
-    pair = Pair(options("tiny:llama", prefill_step_size=2048))
+    pair = Pair(options("tiny:mamba2", prefill_step_size=512))
     try:
         prompt = prompt_of(4094)
         assert pair.decode.context_length == 4096

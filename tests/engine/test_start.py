@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import CancelledError
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -15,6 +18,7 @@ from pdplane.engine.layout import KV, STATE
 from pdplane.engine.options import EngineOptions
 from pdplane.errors import ConfigError
 from pdplane.wire import decode_layout, encode_layout
+from tests.engine.files import save_gguf
 from tests.engine.pair import BLOCK_TOKENS, options
 
 
@@ -67,6 +71,28 @@ def test_what_cannot_start(wish: EngineOptions, reason: str) -> None:
     engine = Engine(wish)
     with pytest.raises(ConfigError, match=reason):
         engine.start()
+
+
+def test_closing_ends_a_start_at_its_next_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDPLANE_CACHE", str(tmp_path / "cache"))
+    save_gguf(tmp_path / "tiny.gguf")
+    engine = Engine(options(str(tmp_path / "tiny.gguf")))
+    begun = threading.Event()
+
+    def progress(_name: str, _done: int, _total: int) -> None:
+        begun.set()
+        while not engine.thread.closing:
+            begun.wait(0.001)
+
+    def close() -> None:
+        assert begun.wait(60)
+        engine.close()
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    with pytest.raises(CancelledError, match="the engine closes"):
+        engine.start(progress)
+    closer.join(60)
 
 
 def test_the_arena_outlives_the_engine() -> None:
