@@ -30,6 +30,7 @@ class Senders:
     ) -> None:
         self._config, self._arena, self._life, self._post = config, arena, life, post
         self._connections: dict[tuple[SessionId, Life], _Connection] = {}
+        self._ending: list[Sender] = []  # told to stop; a slow name look-up may keep a thread for a while
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -59,12 +60,18 @@ class Senders:
             connection.sender.cancel(action.room, action.generation)
 
     def close(self, session: SessionId, life: Life) -> None:
+        """Never waits: it runs on the reactor's thread, and the other end may be stuck."""
         if connection := self._connections.pop((session, life), None):
-            connection.sender.close()
+            connection.sender.stop()
+            self._ending.append(connection.sender)
 
     def close_all(self) -> None:
+        """End every connection and join their threads; after the reactor's end."""
         for key in list(self._connections):
             self.close(*key)
+        for sender in self._ending:
+            sender.close()
+        self._ending.clear()
 
     def _connect(self, session: SessionId, life: Life) -> _Connection:
         self.close(session, life)
@@ -89,6 +96,7 @@ class Senders:
         return connection
 
     def _sweep(self) -> None:
+        self._ending = [sender for sender in self._ending if not sender.ended]
         for key in [key for key, connection in self._connections.items() if connection.over]:
             self.close(*key)
 

@@ -36,6 +36,13 @@ class Sender(Protocol):
     def cancel(self, room: Room, generation: Generation) -> None:
         """End the room's pushes at the next segment border; those sent whole still await their answer."""
 
+    def stop(self) -> None:
+        """Fail what is left; returns at once, harmless when repeated."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether `close` would return at once."""
+
     def close(self) -> None:
         """Fail what is left and join the thread; bounded, idempotent."""
 

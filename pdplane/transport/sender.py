@@ -98,12 +98,21 @@ class PushSender:
         self._outbox.cancel(room, generation)
         self._line.wake()
 
-    def close(self) -> None:
-        """Fail every push that is not acknowledged, end the connection and join the thread; idempotent."""
+    def stop(self) -> None:
+        """Begin to end, without waiting: pushes that are not acknowledged fail, the connection goes down."""
         self._closing = True
         self._outbox.close()
         self._line.shutdown()
         self._line.wake()
+
+    @property
+    def ended(self) -> bool:
+        """The thread is over: `close` will not wait."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Fail every push that is not acknowledged, end the connection and join the thread; idempotent."""
+        self.stop()
         with self._lock:
             thread = self._thread
         if thread is None:
