@@ -268,4 +268,5 @@ def _settings(config: DecodeConfig) -> DecodeSettings:
         waiting_timeout_s=config.waiting_timeout_s,
         ping_interval_s=config.ping_interval_s,
         tombstone_s=config.tombstone_s,
+        late_bytes_s=min(10.0, config.waiting_timeout_s),
     )
