@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,8 @@ from pdplane.engine.pages import Pages
 from pdplane.engine.probe import probe
 from pdplane.engine.text import Tokenizer
 from pdplane.engine.thread import EngineThread
+from pdplane.engine.token_major import legacy_layout
+from pdplane.engine.token_pages import TokenPages
 from pdplane.errors import ConfigError, InternalError
 from pdplane.ids import GroupId
 from pdplane.kv.arena import Arena
@@ -133,9 +136,19 @@ class Engine:
 def _open(options: EngineOptions, progress: Progress) -> Opened:
     model = load_model(options.model, seed=options.seed, progress=progress)
     leaves = probe(model, options)
-    layout = cache_layout(leaves, options)
+    layout = plan(leaves, options)
     arena = _arena(layout)
-    return Opened(model, leaves, layout, arena, Pages(layout, arena, leaves), fingerprint(model, options), Pool(layout))
+    pages = (
+        TokenPages(layout, arena, leaves, options.prefill_step_size)
+        if options.page_layout == "nhd"
+        else Pages(layout, arena, leaves)
+    )
+    return Opened(model, leaves, layout, arena, pages, fingerprint(model, options), Pool(layout))
+
+
+def plan(leaves: Sequence[Leaf], options: EngineOptions, tp_size: int = 1) -> Layout:
+    """One rank's layout of a model with these leaves, in the page layout that the options name. Raises ConfigError."""
+    return (legacy_layout if options.page_layout == "nhd" else cache_layout)(leaves, options, tp_size)
 
 
 def _arena(layout: Layout) -> Arena:

@@ -86,6 +86,7 @@ class Pages:
             tensors[tensor.name] = buffer.take()
         leaf.kind.give(cache, tensors, length)
 
+
 def cut_rows(source: Numbers, pages: Numbers, blocks: Sequence[int], length: int) -> None:
     """Copy `length` rows of (heads, rows, width) into pages (blocks, heads, tokens, width), whatever their strides."""
     step = pages.shape[2]

@@ -9,6 +9,7 @@ from pdplane.engine.caches import Leaf, describe, refuse_unknown, walk
 from pdplane.engine.forward import Forward
 from pdplane.engine.model import Model
 from pdplane.engine.options import EngineOptions
+from pdplane.engine.token_major import refuse_inexpressible
 from pdplane.errors import ConfigError
 
 _LENGTHS = (1, 4)  # one token alone, and a chunk with its last token; a tensor that differs between them is refused
@@ -21,6 +22,8 @@ def probe(model: Model, options: EngineOptions) -> tuple[Leaf, ...]:
     """
     caches = make_prompt_cache(model.network)
     refuse_unknown(caches)
+    if options.page_layout == "nhd":
+        refuse_inexpressible(caches)
     if options.kv_bits is not None:
         for layer, _, cache in walk(caches):
             if isinstance(cache, RotatingKVCache):

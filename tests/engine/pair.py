@@ -119,7 +119,7 @@ class Pair:
         pool.release(blocks)
 
 
-def options(model: str, **changes: int | None) -> EngineOptions:
+def options(model: str, **changes: int | str | None) -> EngineOptions:
     """Small chunks, small blocks and a small arena, so that short prompts cover every border."""
     small = EngineOptions(model, prefill_step_size=STEP_SIZE, block_tokens=BLOCK_TOKENS, arena_bytes=16 << 20)
     return attrs.evolve(small, **changes)

@@ -1,0 +1,131 @@
+"""Cutting caches into token-major pages and assembling them again; numpy copies on the MLX thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+from pdplane.engine.caches import Leaf, Tensor
+from pdplane.engine.pages import Blocks, Pages, cut_rows, history_shape, join_rows, view_pages
+from pdplane.engine.token_major import is_latent, ring_of
+from pdplane.engine.untyped import Cache
+from pdplane.engine.views import Buffer, Numbers, bits_of, carrier
+from pdplane.errors import InternalError
+from pdplane.ids import FieldId
+from pdplane.kv.arena import Arena
+from pdplane.kv.layout import GroupSpec, Layout
+from pdplane.kv.manifest import logical_slots
+from pdplane.kv.token_major import FULL, SLIDING, key_field, latent_field, value_field
+
+
+@attrs.frozen(eq=False)
+class _Store:
+    """Where one leaf's tensors lie in the pages: views of shape (blocks, heads, tokens, width) by tensor name."""
+
+    field_id: FieldId
+    views: Mapping[str, Numbers]
+
+
+class TokenPages(Pages):
+    """The arena as a legacy engine sees it; a ring's tokens stand in it in their order.
+
+    `step_size` must be that of the run whose caches are cut or replaced: it decides a ring's rows.
+    """
+
+    def __init__(self, layout: Layout, arena: Arena, leaves: Sequence[Leaf], step_size: int) -> None:
+        super().__init__(layout, arena, ())
+        self._step_size = step_size
+        self._specs = {spec.group_id: spec for spec in layout.group_specs}
+        self._stores = {leaf.layer: _store(layout, arena, leaf) for leaf in leaves}
+
+    def first_field(self, leaf: Leaf) -> FieldId:
+        return self._stores[leaf.layer].field_id
+
+    def cut(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
+        """Copy a cache of `length` tokens into its blocks.
+
+        A ring holds no more than its window: what a first block holds of earlier tokens becomes zeros.
+        """
+        for name, pages in self._stores[leaf.layer].views.items():
+            if leaf.kind.is_history:
+                source = bits_of(leaf.kind.take(cache)[name])
+                cut_rows(source[0], pages, blocks[FULL], length)
+            else:
+                source = bits_of(cache.keys if name == "ring_k" else cache.values)
+                self._cut_ring(source[0], pages, leaf, blocks, length)
+
+    def assemble(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
+        """Fill a fresh cache from its blocks; bytes beyond `length` tokens are never read."""
+        views = self._stores[leaf.layer].views
+        if leaf.kind.is_history:
+            tensors: dict[str, mx.array] = {}
+            for tensor in leaf.tensors:
+                buffer = Buffer(history_shape(tensor, length), tensor.dtype)
+                if tensor.name in views:
+                    join_rows(views[tensor.name], buffer.view[0], blocks[FULL], length)
+                tensors[tensor.name] = buffer.take()
+            leaf.kind.give(cache, tensors, length)
+            return
+        ring = ring_of(length, cache.max_size, self._step_size)
+        tensor_of = {tensor.name: tensor for tensor in leaf.tensors}
+        cache.keys = self._join_ring(views["ring_k"], tensor_of["ring_k"], blocks, length)
+        cache.values = self._join_ring(views["ring_v"], tensor_of["ring_v"], blocks, length)
+        cache.offset, cache._idx = length, ring.index
+
+    def _cut_ring(self, source: Numbers, pages: Numbers, leaf: Leaf, blocks: Blocks, length: int) -> None:
+        first = self._first_token(length)
+        tokens = ring_of(length, _window(leaf), self._step_size).tokens
+        if len(tokens) != source.shape[1]:
+            raise InternalError(f"a ring of {source.shape[1]} rows stands where {len(tokens)} were expected")
+        rows = np.flatnonzero(tokens >= first)
+        ordered = np.zeros((source.shape[0], length - first, source.shape[2]), source.dtype)
+        ordered[:, tokens[rows] - first] = source[:, rows]
+        cut_rows(ordered, pages, blocks[SLIDING], length - first)
+
+    def _join_ring(self, pages: Numbers, tensor: Tensor, blocks: Blocks, length: int) -> mx.array:
+        first = self._first_token(length)
+        _, heads, window, width = tensor.shape
+        tokens = ring_of(length, window, self._step_size).tokens
+        ordered = np.zeros((heads, length - first, width), carrier(tensor.dtype))
+        join_rows(pages, ordered, blocks[SLIDING], length - first)
+        buffer = Buffer((1, heads, len(tokens), width), tensor.dtype)
+        # The window's oldest token is not sent where a block ends with it: the next token overwrites it unread.
+        rows = np.flatnonzero(tokens >= first)
+        buffer.view[0][:, rows] = ordered[:, tokens[rows] - first]
+        return buffer.take()
+
+    def _first_token(self, length: int) -> int:
+        """The first token of the first block that the sliding group transfers."""
+        spec: GroupSpec = self._specs[SLIDING]
+        slots = logical_slots(spec, 0, length)
+        return slots.start * (spec.rows_per_page or 1)
+
+
+def _window(leaf: Leaf) -> int:
+    return next(tensor.shape[2] for tensor in leaf.tensors if tensor.name == "ring_k")
+
+
+def _store(layout: Layout, arena: Arena, leaf: Leaf) -> _Store:
+    views = dict(_latent_views(layout, arena, leaf) if is_latent(leaf) else _views(layout, arena, leaf))
+    return _Store(latent_field(leaf.layer) if is_latent(leaf) else key_field(leaf.layer), views)
+
+
+def _views(layout: Layout, arena: Arena, leaf: Leaf) -> Iterator[tuple[str, Numbers]]:
+    fields = {"k": key_field, "v": value_field, "ring_k": key_field, "ring_v": value_field}
+    for tensor in leaf.tensors:
+        if tensor.name in fields:
+            pages = view_pages(layout, arena, fields[tensor.name](leaf.layer), tensor.dtype)
+            yield tensor.name, pages.swapaxes(1, 2)
+
+
+def _latent_views(layout: Layout, arena: Arena, leaf: Leaf) -> Iterator[tuple[str, Numbers]]:
+    start = 0
+    for tensor in leaf.tensors:  # the latent first, then the rotary keys
+        pages = view_pages(layout, arena, latent_field(leaf.layer), tensor.dtype).swapaxes(1, 2)
+        width = tensor.shape[-1]
+        if width:
+            yield tensor.name, pages[..., start : start + width]
+        start += width
