@@ -121,18 +121,24 @@ class PushSender:
             thread.join(self._options.close_timeout_s)
 
     def _run(self) -> None:
-        cause = "the sender's thread died"
+        end: ConnectFailed | Disconnected = Disconnected(self._session, "the sender's thread died")
+        died = True
         try:
             end = self._converse()
-            cause = _CLOSED if self._closing else end.cause
-        finally:
-            self._line.close()
-            self._fail_all(cause)
+            died = False
+        finally:  # whatever happened: no push is left without its end, and none comes to a dead thread
+            if died:
+                self._outbox.close()
+            self._end(end)
+        while self._outbox.wait():
+            self._fail_all(end.cause)
+        self._fail_all(_CLOSED)
+
+    def _end(self, end: ConnectFailed | Disconnected) -> None:
+        self._line.close()
+        self._fail_all(_CLOSED if self._closing else end.cause)
         if not self._closing:
             self._report(end)
-        while self._outbox.wait():
-            self._fail_all(cause)
-        self._fail_all(cause)
 
     def _converse(self) -> ConnectFailed | Disconnected:
         try:

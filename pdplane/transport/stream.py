@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from typing import Any
 
 import numpy as np
 
@@ -296,9 +297,7 @@ class StreamLine:
         """Try each address of the peer in turn, all within one deadline."""
         deadline_s = time.monotonic() + self._options.connect_timeout_s
         failure: OSError = OSError(f"{self._peer.host} has no address")
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            self._peer.host, self._peer.port, type=socket.SOCK_STREAM
-        ):
+        for family, kind, protocol, _, address in self._addresses():
             candidate = socket.socket(family, kind, protocol)
             try:
                 candidate.settimeout(0)
@@ -309,6 +308,12 @@ class StreamLine:
             else:
                 return candidate
         raise failure
+
+    def _addresses(self) -> list[tuple[Any, ...]]:
+        try:
+            return list(socket.getaddrinfo(self._peer.host, self._peer.port, type=socket.SOCK_STREAM))
+        except ValueError:  # a text that no name can be, such as an empty label
+            raise OSError(f"{self._peer.host!r} is no host name") from None
 
     def _await_connection(
         self, candidate: socket.socket, address: tuple[object, ...], wakeup: Wakeup, deadline_s: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -126,7 +126,9 @@ class Ends:
         secret: Secret | None = None,
         options: TransportOptions | None = None,
         report: Callable[[Report], None] | None = None,
+        pushes: Sequence[Push] = (),
     ) -> tuple[Sender, Reports]:
+        """A started sender; `pushes` are submitted before it starts."""
         reports = Reports()
         sender = open_sender(
             self.scheme,
@@ -141,6 +143,8 @@ class Ends:
             options=options,
         )
         self._senders.append(sender)
+        for each in pushes:
+            sender.submit(each)
         sender.start()
         return sender, reports
 
