@@ -9,7 +9,7 @@ import attrs
 
 from pdplane.cli.logs import LEVELS
 from pdplane.cli.options import count, duration, port, size
-from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, EngineOptions
+from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, PAGE_LAYOUTS, EngineOptions
 from pdplane.errors import ConfigError
 from pdplane.security import Secret
 from pdplane.transport.registry import TRANSPORTS
@@ -32,8 +32,8 @@ class DaemonOptions:
     log_json: bool
 
 
-def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None:
-    """Everything that `pdplane prefill` and `pdplane decode` have in common."""
+def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The model, and what decides the layout of its cache."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
@@ -41,13 +41,25 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
         help="an mlx-lm model directory, a hub id, a .gguf file, smollm2, tiny:FAMILY (a tiny random model), "
         f"or {TOY} (hashes instead of a model, needs no MLX)",
     )
-    model.add_argument("--served-model-name", metavar="NAME", help="the name in /v1/models (default: --model)")
     model.add_argument("--prefill-step-size", type=count, default=2048, metavar="N", help="tokens of one prompt chunk")
     model.add_argument("--block-tokens", type=count, default=16, metavar="N", help="tokens of one cache block")
     model.add_argument("--arena-bytes", type=size, default=1 << 30, metavar="SIZE", help="size of the cache (1GiB)")
+    model.add_argument(
+        "--page-layout",
+        choices=PAGE_LAYOUTS,
+        default="hnd",
+        help="hnd moves every cache; nhd is what legacy engines publish (hnd)",
+    )
     model.add_argument("--kv-bits", type=int, choices=KV_BITS, help="quantise the KV cache")
     model.add_argument("--kv-group-size", type=int, choices=KV_GROUP_SIZES, default=64)
     model.add_argument("--seed", type=int, default=0, help="of the tiny random models")
+    return model
+
+
+def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None:
+    """Everything that `pdplane prefill` and `pdplane decode` have in common."""
+    model = add_model_flags(parser)
+    model.add_argument("--served-model-name", metavar="NAME", help="the name in /v1/models (default: --model)")
     addresses = parser.add_argument_group("addresses")
     addresses.add_argument("--host", default="127.0.0.1", help="where every socket listens (127.0.0.1)")
     addresses.add_argument("--advertise-host", metavar="HOST", help="what peers are told instead of --host")
@@ -75,9 +87,9 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
     limits.add_argument("--log-json", action="store_true", help="log JSON objects")
 
 
-def daemon_options(args: argparse.Namespace) -> DaemonOptions:
-    """The shared flags as values. Raises ConfigError."""
-    engine = EngineOptions(
+def engine_options(args: argparse.Namespace) -> EngineOptions:
+    """The model's flags as a value. Raises ConfigError."""
+    return EngineOptions(
         model=args.model,
         prefill_step_size=args.prefill_step_size,
         block_tokens=args.block_tokens,
@@ -85,11 +97,16 @@ def daemon_options(args: argparse.Namespace) -> DaemonOptions:
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,
         seed=args.seed,
+        page_layout=args.page_layout,
     )
+
+
+def daemon_options(args: argparse.Namespace) -> DaemonOptions:
+    """The shared flags as values. Raises ConfigError."""
     if not args.host:
         raise ConfigError("--host is empty: that would be every interface")
     return DaemonOptions(
-        engine=engine,
+        engine=engine_options(args),
         host=args.host,
         http_port=args.port,
         served_model_name=args.served_model_name or args.model,

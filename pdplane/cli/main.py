@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "prefill": ("pdplane.cli.prefill", "run a daemon that computes the KV cache of prompts"),
     "decode": ("pdplane.cli.decode", "run a daemon that generates the tokens"),
     "generate": ("pdplane.cli.generate", "send a prompt to a pair of daemons and stream the text"),
+    "layout": ("pdplane.cli.layout", "print the cache layout that a model's daemons publish"),
 }
 
 

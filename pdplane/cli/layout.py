@@ -1,0 +1,33 @@
+"""`pdplane layout`: the cache contract of a model, as its daemons publish it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from pdplane.cli.daemon import mlx_needed
+from pdplane.cli.flags import TOY, add_model_flags, engine_options
+from pdplane.cli.options import count
+from pdplane.errors import ConfigError
+from pdplane.wire import encode_layout
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The daemons' model flags, and what to print."""
+    add_model_flags(parser)
+    wanted = parser.add_argument_group("layout")
+    wanted.add_argument("--tp-size", type=count, default=1, metavar="N", help="of one rank among N (1)")
+    wanted.add_argument("--arena-blocks", type=count, metavar="N", help="so many parents instead of --arena-bytes")
+    wanted.add_argument("--pretty", action="store_true", help="indent it; without this it is the wire's very bytes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the JSON; gives the exit code. Raises ConfigError."""
+    options = engine_options(args)
+    if options.model == TOY:
+        raise ConfigError("the toy has no model whose layout could be printed")
+    with mlx_needed():
+        from pdplane.engine.contract import model_layout
+    text = encode_layout(model_layout(options, args.tp_size, args.arena_blocks)).decode()
+    print(json.dumps(json.loads(text), indent=2) if args.pretty else text)
+    return 0
