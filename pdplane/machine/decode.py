@@ -188,12 +188,15 @@ class DecodeMachine:
     @_on.register
     def _(self, event: events.StatusFromPrefill, turn: DecodeTurn) -> None:
         known, status = self._peers.link(event.channel), event.status
-        if known is None or status.prefill_rank != event.channel.prefill_rank:
-            self._rejected["foreign_rank"] += 1
+        if known is None:
+            self._rejected["unknown_channel"] += 1
             return
         peer, link = known
         link.heard = turn.now
-        generation = link.announced.pop(status.room, None)
+        generation = link.announced(status.room)
+        if status.prefill_rank != event.channel.prefill_rank:
+            self._rejected["foreign_rank"] += 1
+            return
         if generation is None and status.code is StatusCode.FAILED:
             # Not said of which use: to fail a healthy one costs a request, to wait for nothing costs its time.
             generation = self._generation_of(status.room)

@@ -25,8 +25,6 @@ from pdplane.messages import Drain, Fingerprint, Hello, Notice, Ping, Registrati
 
 DecodeTurn: TypeAlias = Turn[DecodeAction]
 
-_MAX_ANNOUNCED = 64  # generations named whose status has not come yet, a channel
-
 
 @attrs.define
 class Link:
@@ -36,12 +34,12 @@ class Link:
     idle: bool
     heard: float
     registered: bool = False
-    announced: dict[Room, Generation] = attrs.field(factory=dict)
+    window: Window | None = None  # names the next status
 
-    def announce(self, room: Room, generation: Generation) -> None:
-        self.announced[room] = generation
-        while len(self.announced) > _MAX_ANNOUNCED:
-            del self.announced[next(iter(self.announced))]
+    def announced(self, room: Room) -> Generation | None:
+        """The generation that the notice before this status named; each is good for the next one and no other."""
+        window, self.window = self.window, None
+        return window.generation if window is not None and window.room == room else None
 
 
 @attrs.define
@@ -62,8 +60,8 @@ class Peer:
     def note(self, link: Link, notice: Notice) -> bool:
         """Remember what changes no room; False for a notice that no prefill rank has to send."""
         match notice:
-            case Window(room, generation):
-                link.announce(room, generation)
+            case Window() as window:
+                link.window = window
             case Drain():
                 self.draining = True
             case Ping():

@@ -90,7 +90,7 @@ class PrefillMachine:
             case Hello() as hello:
                 self._sessions.hello(turn, peer, hello)
             case Window() as window:
-                self._sessions.announce(peer, window)
+                peer.window = window
             case Cancel() as cancel:
                 self._cancelled_by_decode(turn, event.identity, cancel)
             case Ping():

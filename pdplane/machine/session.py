@@ -27,7 +27,6 @@ from pdplane.messages import Fingerprint, Hello, Notice, Ping, Refused, Register
 PrefillTurn: TypeAlias = Turn[PrefillAction]
 
 _ABSENT = "absent"
-_MAX_WINDOWS = 64  # announced generations whose pre-allocation has not come yet, a peer
 
 
 def compare_fingerprints(ours: Fingerprint, theirs: Fingerprint, *, exact: bool) -> None:
@@ -51,7 +50,7 @@ class Peer:
     native: bool = False
     hello: Hello | None = None
     session: SessionId | None = None
-    windows: dict[Room, Window] = attrs.field(factory=dict)
+    window: Window | None = None  # names the next pre-allocation
 
     @property
     def life(self) -> Life:
@@ -127,15 +126,13 @@ class Sessions:
         peer.hello = hello
         self._timers.set(peer.identity, turn.now + self._patience(peer))  # from now on it pings
 
-    def announce(self, peer: Peer, window: Window) -> None:
-        peer.windows[window.room] = window
-        while len(peer.windows) > _MAX_WINDOWS:
-            del peer.windows[next(iter(peer.windows))]
-
     def announced(self, identity: bytes, room: Room) -> Window | None:
-        """The window notice that came before this room's offer; each is good for one offer."""
+        """The window notice before this pre-allocation; each is good for the next one and no other."""
         peer = self._peers.get(identity)
-        return peer.windows.pop(room, None) if peer else None
+        if peer is None:
+            return None
+        window, peer.window = peer.window, None
+        return window if window is not None and window.room == room else None
 
     def ping(self, turn: PrefillTurn, peer: Peer) -> None:
         # A peer whose session we lost gets no answer: its silence rule makes it start over.

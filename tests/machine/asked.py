@@ -1,0 +1,44 @@
+"""What a prefill machine is expected to ask for."""
+
+from __future__ import annotations
+
+import attrs
+
+from pdplane.errors import RoomFailed
+from pdplane.ids import Generation, Rank
+from pdplane.machine import actions
+from pdplane.machine.actions import Fail, Send, Windowed
+from pdplane.messages import Failed, Status, StatusCode
+from tests.machine.said import ROOM, connected, hello, offer, registration, request
+from tests.machine.witness import ME, PrefillWitness
+
+SUCCESS = Status(ROOM, StatusCode.SUCCESS, Rank(0), 42)
+FAILED = Status(ROOM, StatusCode.FAILED, Rank(0))
+
+
+def registered_prefill() -> PrefillWitness:
+    """Registered with one native decode rank."""
+    witness = PrefillWitness()
+    witness.handle(hello(), registration(), connected())
+    return witness
+
+
+def told(cause: str, generation: int = 1, identity: bytes = ME) -> Send:
+    return Send(identity, Failed(ROOM, Generation(generation), cause))
+
+
+def seen(found: list[actions.PrefillAction]) -> list[object]:
+    """Actions with errors as (ticket, cause), since errors do not compare."""
+    return [
+        (a.ticket, a.error.cause if isinstance(a.error, RoomFailed) else str(a.error)) if isinstance(a, Fail) else a
+        for a in found
+    ]
+
+
+def windowed(ticket: int = 1, generation: int = 1) -> Windowed:
+    probe = PrefillWitness()
+    probe.handle(hello(), registration(), connected(), request())
+    (found,) = probe.handle(*offer())
+    assert isinstance(found, Windowed)
+    (to,) = found.destinations
+    return Windowed(ROOM, ticket, 0, 6, (attrs.evolve(to, generation=Generation(generation)),))
