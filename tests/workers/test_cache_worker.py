@@ -1,0 +1,213 @@
+"""The cache worker over real sockets with a stub model: every recorded reply, strangers, and many clients."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pdplane.errors import ConfigError
+from pdplane.ids import Endpoint
+from pdplane.workers.cache_worker import CacheWorker, CacheWorkerOptions
+from pdplane.workers.wp30 import FrameLimits
+from pdplane.workers.wp30_client import Wp30Client
+from tests.workers.stub_receiver import FailingReceiver, StubReceiver
+from tests.workers.wp30_cases import SERVER, Case, deep_nesting
+
+_REQUESTS = [case for case in SERVER if "request" in case and case["name"] != "shutdown"]
+_STREAMS = [case for case in SERVER if "stream_hex" in case]
+_OTHERS = {"second_client_while_first_open", "second_client_after_first_closed", "shutdown"}
+
+# Requests that get another reply than the recorded one, and why.
+CHANGED: dict[str, dict[str, Any]] = {
+    # Token ids are a list of numbers; recorded was what a stub makes of any sequence.
+    "run_text_ids_string": {"status": "implementation_error"},
+    # null is the default; recorded was the stub's own word for it.
+    "run_text_max_null": {"text": "T1/48"},
+    # The error names the field and both values.
+    "run_cache_incompatible": {"error": "prefix_hash differs: ours ph, the cache's other"},
+    "run_cache_corrupt_zlib": {"error": None},  # another text for the same damage
+    # `prefill_time` exists here, so that it lacks its tokens is what is wrong with it.
+    "prefill_time_docstring_only": {"status": "implementation_error"},
+}
+
+
+@pytest.fixture
+def worker() -> Iterator[CacheWorker]:
+    found = CacheWorker(Endpoint("127.0.0.1", 0), StubReceiver())
+    found.start()
+    yield found
+    found.close()
+
+
+def recorded_client(worker: CacheWorker, header: object, payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
+    """The framing of the recorded client, in raw socket calls."""
+    with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as raw:
+        return exchange(raw, header, payload)
+
+
+def exchange(raw: socket.socket, header: object, payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
+    text = json.dumps(header).encode()
+    raw.sendall(b"WP30" + struct.pack(">II", len(text), len(payload)) + text + payload)
+    magic, header_bytes, payload_bytes = struct.unpack(">4sII", _exactly(raw, 12))
+    assert magic == b"WP30"
+    reply = _exactly(raw, header_bytes).decode("ascii")
+    found = json.loads(reply)
+    assert reply == json.dumps(found)  # the same spelling, byte for byte
+    return found, _exactly(raw, payload_bytes)
+
+
+def _exactly(raw: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = raw.recv(count - len(data))
+        if not part:
+            raise ConnectionError("closed")
+        data += part
+    return data
+
+
+def test_every_case_is_run() -> None:
+    assert len(SERVER) == 36 == len(_REQUESTS) + len(_STREAMS) + len(_OTHERS)
+    assert set(CHANGED) < {case["name"] for case in _REQUESTS}
+
+
+@pytest.mark.parametrize("case", _REQUESTS, ids=[case["name"] for case in _REQUESTS])
+def test_recorded_replies(worker: CacheWorker, case: Case) -> None:
+    reply, payload = recorded_client(worker, case["request"], b"CACHE"[: case["payload_len"]])
+    changed = CHANGED.get(case["name"], {})
+    if "status" in changed:
+        assert list(reply) == ["cmd", "recv_ms", "payload_bytes", "status", "error", "trace", "server_ms"]
+        assert reply["status"] == changed["status"]
+        return
+    assert list(reply) == case["reply_key_order"]
+    assert payload.hex() == case["reply_payload_hex"]
+    for key, wanted in {**case["reply"], **changed}.items():
+        if key.endswith("_ms") or wanted in ("<str>", None):
+            assert type(reply[key]) is (float if key.endswith("_ms") else type(reply[key]))
+        else:
+            assert reply[key] == wanted, key
+
+
+@pytest.mark.parametrize("case", _STREAMS, ids=[case["name"] for case in _STREAMS])
+def test_recorded_streams(worker: CacheWorker, case: Case) -> None:
+    """What killed the recorded server closes one connection here, and the next client is served."""
+    stream = bytes.fromhex(case["stream_hex"])
+    if case["name"] == "deep_nesting_header":  # recorded by its beginning
+        nested = deep_nesting()
+        assert stream == (b"WP30" + len(nested).to_bytes(4, "big") + bytes(4) + nested)[: len(stream)]
+        stream = b"WP30" + len(nested).to_bytes(4, "big") + bytes(4) + nested
+    with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as raw:
+        raw.sendall(stream)
+        if case["client_sees"] == "reply":
+            assert _exactly(raw, 4) == b"WP30"
+        elif case["client_sees"] != "closed by us":
+            _assert_closed(raw)
+    assert recorded_client(worker, {"cmd": "ping"})[0]["cmd"] == "ping"
+
+
+def _assert_closed(raw: socket.socket) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        assert raw.recv(1) == b""
+
+
+def test_a_silent_client_blocks_nobody(worker: CacheWorker) -> None:
+    with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as silent:
+        assert recorded_client(worker, {"cmd": "ping"})[0]["cmd"] == "ping"
+        silent.sendall(b"WP30\0\0")
+        assert recorded_client(worker, {"cmd": "ping"})[0]["cmd"] == "ping"
+        assert worker.statistics().accepted == 3
+    assert recorded_client(worker, {"cmd": "ping"})[0]["cmd"] == "ping"  # the next one, once the first has closed
+
+
+def test_several_clients_at_once(worker: CacheWorker) -> None:
+    wrong: list[object] = []
+
+    def ask(number: int) -> None:
+        with Wp30Client(worker.endpoint) as client:
+            for count in range(20):
+                reply = client.run_text([1] * number, count + 1)
+                if reply.header["text"] != f"T{number}/{count + 1}":
+                    wrong.append(reply.header)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert worker.statistics().commands == 160
+
+
+def test_shutdown_answers_ok_alone_and_ends_the_worker(worker: CacheWorker) -> None:
+    assert recorded_client(worker, {"cmd": "shutdown"}) == ({"ok": True}, b"")
+    assert worker.wait(5)
+    worker.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5)
+
+
+def test_lengths_are_limited_before_they_are_read() -> None:
+    options = CacheWorkerOptions(FrameLimits(header_bytes=100, payload_bytes=1000))
+    worker = CacheWorker(Endpoint("127.0.0.1", 0), StubReceiver(), options)
+    worker.start()
+    try:
+        for header_bytes, payload_bytes in ((101, 0), (2, 1001), (2**32 - 1, 2**32 - 1)):
+            with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as raw:
+                raw.sendall(b"WP30" + struct.pack(">II", header_bytes, payload_bytes))
+                _assert_closed(raw)
+        assert worker.statistics().malformed_frames == 3
+        assert recorded_client(worker, {"cmd": "ping"}, bytes(1000))[0]["payload_bytes"] == 1000
+    finally:
+        worker.close()
+
+
+def test_a_frame_that_stalls_is_closed() -> None:
+    worker = CacheWorker(Endpoint("127.0.0.1", 0), StubReceiver(), CacheWorkerOptions(stall_s=0.1))
+    worker.start()
+    try:
+        with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as raw:
+            raw.sendall(b"WP30\0\0\0\x02\0\0\0\x05{}ab")
+            _assert_closed(raw)
+    finally:
+        worker.close()
+
+
+def test_a_failure_is_told_without_file_names() -> None:
+    worker = CacheWorker(Endpoint("127.0.0.1", 0), FailingReceiver())
+    worker.start()
+    try:
+        with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as raw:
+            reply, _ = exchange(raw, {"cmd": "run_text", "token_ids": [1]})
+            assert reply["error"] == "RuntimeError: out of memory"
+            assert reply["trace"].splitlines() == ["RuntimeError: out of memory", "OSError: stub_receiver.py"]
+            assert exchange(raw, {"cmd": "ping"})[0]["cmd"] == "ping"  # the connection lives
+    finally:
+        worker.close()
+
+
+def test_too_many_connections_are_closed_at_once() -> None:
+    worker = CacheWorker(Endpoint("127.0.0.1", 0), StubReceiver(), CacheWorkerOptions(max_connections=1))
+    worker.start()
+    try:
+        with Wp30Client(worker.endpoint) as first:
+            first.ping()
+            with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as second:
+                _assert_closed(second)
+            first.ping()
+        assert worker.statistics().refused_connections == 1
+    finally:
+        worker.close()
+
+
+def test_a_busy_port_is_named(worker: CacheWorker) -> None:
+    again = CacheWorker(worker.endpoint, StubReceiver())
+    with pytest.raises(ConfigError, match=str(worker.endpoint.port)):
+        again.start()
+    again.close()

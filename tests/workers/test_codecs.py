@@ -1,0 +1,68 @@
+"""Codecs: nothing lost, nothing expanded beyond its limit, and no surprise from damaged bytes."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdplane.errors import ConfigError, WireError
+from pdplane.workers import codecs
+from pdplane.workers.codecs import LOSSLESS, decode, encode, from_planes, is_installed, to_planes
+
+INSTALLED = [codec for codec in LOSSLESS if is_installed(codec)]
+COMPRESSED = [codec for codec in INSTALLED if codec != "none"]
+SAMPLE = bytes(range(256)) * 40 + b"rest!"
+
+
+@pytest.mark.parametrize("codec", INSTALLED)
+@pytest.mark.parametrize("data", [b"", b"a", SAMPLE, bytes(100_000)], ids=["empty", "one", "sample", "zeros"])
+def test_round_trip(codec: str, data: bytes) -> None:
+    packed = encode(codec, memoryview(data), 4)
+    assert bytes(decode(codec, memoryview(packed), len(data))) == data
+
+
+@given(st.binary(max_size=70), st.integers(1, 8))
+def test_planes_come_back(data: bytes, width: int) -> None:
+    assert from_planes(to_planes(data, width), width) == data
+
+
+def test_planes_put_like_bytes_side_by_side() -> None:
+    assert to_planes(b"aAbBcC!", 2) == b"abcABC!"
+
+
+@pytest.mark.parametrize("codec", INSTALLED)
+def test_expansion_stops_at_the_limit(codec: str) -> None:
+    with pytest.raises(WireError) as refused:
+        decode(codec, encode(codec, bytes(100_000)), 99_999)
+    assert refused.value.field == "payload"
+
+
+@pytest.mark.parametrize("codec", COMPRESSED)
+def test_damage_is_a_wire_error(codec: str) -> None:
+    packed = bytes(encode(codec, SAMPLE, 2))
+    for damaged in (b"", packed[:-1], packed[: len(packed) // 2], b"\xff" * 20, b"\x02" + b"\xff" * 20):
+        with pytest.raises(WireError):
+            decode(codec, damaged, len(SAMPLE))
+
+
+def test_bytes_behind_a_stream_are_refused() -> None:
+    with pytest.raises(WireError, match="follow"):
+        decode("zlib", zlib.compress(b"a") + b"b", 10)
+
+
+@pytest.mark.parametrize("codec", ["zz", "q8", "", "ZLIB"])
+def test_unknown_names(codec: str) -> None:
+    with pytest.raises(ValueError, match=f"^codec {codec}$"):
+        encode(codec, b"")
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd", "bp-zstd"])
+def test_a_codec_that_is_not_installed_says_what_to_install(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lz4", "lz4.frame", "zstandard"):
+        monkeypatch.setitem(codecs.importlib.sys.modules, name, None)  # type: ignore[attr-defined]  # as if absent
+    with pytest.raises(ConfigError, match=r"pip install 'pdplane\[zstd\]'"):
+        encode(codec, b"a")
+    assert bytes(decode("zlib", encode("zlib", b"a"), 1)) == b"a"
