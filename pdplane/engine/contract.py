@@ -11,7 +11,6 @@ from pdplane.engine.probe import probe
 from pdplane.engine.thread import EngineThread
 from pdplane.kv.layout import Layout
 
-
 _ANY_ARENA = 1 << 62  # bytes; nothing is allocated here
 
 
