@@ -60,9 +60,11 @@ class RouterChannel:
         try:
             self._socket.bind(listen.url("tcp"))
         except zmq.ZMQError as error:
-            raise ConfigError(f"control port: cannot bind {listen}: {error.strerror}") from error
+            reason = zmq.strerror(error.errno or 0)
+            raise ConfigError(f"control port: cannot bind {listen}: {reason}") from error
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        return Endpoint.parse(bound.decode("ascii").rstrip("\0").removeprefix("tcp://"))  # type: ignore[union-attr]
+        port = Endpoint.parse(bound.decode("ascii").rstrip("\0").removeprefix("tcp://")).port  # type: ignore[union-attr]
+        return Endpoint(listen.host, port)  # libzmq spells an IPv4 address in IPv6
 
     def receive(self) -> list[events.PrefillEvent]:
         identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)

@@ -91,7 +91,7 @@ class Dealers:
             dealer.connect(self._context, endpoint)
         except zmq.ZMQError as error:
             dealer.close()
-            return [events.ChannelBroken(channel, f"cannot connect to {endpoint}: {error.strerror}")]
+            return [events.ChannelBroken(channel, f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}")]
         self._channels[channel] = dealer
         self._reactor.watch(dealer)
         return []
