@@ -20,6 +20,7 @@ class RawPeer:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDTIMEO, 10_000)
         if secret is not None:
             public, private = secret.curve_keys()
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)

@@ -1,0 +1,182 @@
+"""The reactor with a machine of a few lines and real sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+import pytest
+import zmq
+
+from pdplane.control.reactor import Reactor
+from pdplane.errors import InternalError
+from pdplane.machine.actions import WakeAt
+from pdplane.machine.events import Tick
+from tests.waiting import until
+
+
+@attrs.frozen
+class Said:
+    """An event and, at once, an action."""
+
+    word: str
+
+
+@attrs.define
+class Echo:
+    """Gives each event back as an action, and wakes when it is told to."""
+
+    ticks: int = 0
+    alarm: float | None = None
+    heard: list[Said] = attrs.field(factory=list)
+
+    def handle(self, event: Said | Tick, now: float) -> Sequence[Said | WakeAt]:
+        if isinstance(event, Tick):
+            self.ticks += 1
+            if self.alarm is not None and now >= self.alarm:
+                self.alarm = None
+                return [Said("alarm")]
+        elif event.word.startswith("wake"):
+            self.alarm = now + 0.2
+        elif event.word == "bug":
+            raise ZeroDivisionError
+        else:
+            self.heard.append(event)
+        actions: list[Said | WakeAt] = [event] if isinstance(event, Said) else []
+        return [*actions, WakeAt(self.alarm)] if self.alarm is not None else actions
+
+
+@attrs.define(eq=False)
+class Ears:
+    """A source of the reactor."""
+
+    socket: zmq.Socket[bytes]
+
+    def receive(self) -> list[Said]:
+        return [Said(self.socket.recv(zmq.NOBLOCK).decode())]
+
+
+Performing = Callable[[Said], Sequence[Said]]
+
+
+@attrs.define
+class Stage:
+    """A reactor and what came out of it."""
+
+    machine: Echo = attrs.field(factory=Echo)
+    performed: list[str] = attrs.field(factory=list)
+    broken: list[Exception] = attrs.field(factory=list)
+    causes: dict[str, Sequence[Said]] = attrs.field(factory=dict)
+    reactor: Reactor[Said, Said] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.reactor = Reactor("reactor of a test", self.machine, self.perform, self.broken.append)
+
+    def perform(self, action: Said) -> Sequence[Said]:
+        self.performed.append(action.word)
+        return self.causes.get(action.word, ())
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    stage.reactor.start()
+    yield stage
+    stage.reactor.close()
+
+
+def test_events_are_handled_in_the_order_of_their_posts(stage: Stage) -> None:
+    for number in range(1000):
+        stage.reactor.post(Said(str(number)))
+    assert stage.reactor.ask(lambda: list(stage.performed)) == [str(number) for number in range(1000)]
+
+
+def test_many_threads_post_and_nothing_is_lost(stage: Stage) -> None:
+    def post(name: int) -> None:
+        for number in range(500):
+            stage.reactor.post(Said(f"{name} {number}"))
+
+    threads = [threading.Thread(target=post, args=(name,)) for name in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    heard = stage.reactor.ask(lambda: list(stage.performed))
+    assert len(heard) == 16 * 500
+    for name in range(16):
+        mine = [int(word.split()[1]) for word in heard if word.split()[0] == str(name)]
+        assert mine == list(range(500))
+
+
+def test_what_an_action_causes_comes_before_the_next_post(stage: Stage) -> None:
+    stage.causes["a"] = [Said("b"), Said("c")]
+    stage.causes["b"] = [Said("d")]
+    stage.reactor.post(Said("a"))
+    stage.reactor.post(Said("e"))
+    assert stage.reactor.ask(lambda: list(stage.performed)) == ["a", "b", "c", "d", "e"]
+
+
+def test_time_comes_without_other_traffic_and_without_a_storm(stage: Stage) -> None:
+    stage.reactor.post(Said("wake"))
+    until(lambda: "alarm" in stage.performed, "the alarm")
+    assert stage.machine.ticks <= 2  # one for the alarm, and no polling on the way to it
+
+
+def test_the_last_wake_up_time_counts(stage: Stage) -> None:
+    stage.reactor.post(Said("wake"))
+    stage.reactor.post(Said("other"))
+    until(lambda: "alarm" in stage.performed, "the alarm")
+    assert stage.performed == ["wake", "other", "alarm"]
+
+
+def test_messages_of_a_socket_become_events_also_when_many_wait(stage: Stage) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    there.bind("inproc://words")
+    here.connect("inproc://words")
+    other = Stage()
+    ears = Ears(there)
+    other.reactor.watch(ears)
+    for number in range(900):  # more than one socket's turn
+        here.send(str(number).encode())
+    other.reactor.start()
+    until(lambda: len(other.performed) == 900)
+    assert other.performed == [str(number) for number in range(900)]
+    other.reactor.ask(lambda: other.reactor.unwatch(ears))
+    here.send(b"unheard")
+    assert other.reactor.ask(lambda: len(other.performed)) == 900
+    other.reactor.close()
+    for end in (here, there):
+        end.close(0)
+    context.term()
+
+
+def test_a_bug_ends_the_loop_once_and_is_told(stage: Stage) -> None:
+    stage.reactor.post(Said("bug"))
+    stage.reactor.post(Said("later"))
+    until(lambda: not stage.reactor.alive)
+    assert [type(error) for error in stage.broken] == [ZeroDivisionError]
+    assert "later" not in stage.performed
+    with pytest.raises(InternalError, match="does not answer"):
+        stage.reactor.ask(lambda: 1)
+    stage.reactor.post(Said("dropped"))
+
+
+def test_the_reactor_may_ask_itself(stage: Stage) -> None:
+    assert stage.reactor.ask(lambda: stage.reactor.ask(lambda: 7)) == 7
+
+
+def test_closing_ends_after_what_was_posted_before_and_is_idempotent(stage: Stage) -> None:
+    for number in range(100):
+        stage.reactor.post(Said(str(number)))
+    stage.reactor.close()
+    assert len(stage.performed) == 100
+    stage.reactor.close()
+    assert not stage.reactor.alive
+    stage.reactor.post(Said("dropped"))
+    assert len(stage.performed) == 100
+
+
+def test_a_reactor_that_never_started_closes() -> None:
+    Stage().reactor.close()
