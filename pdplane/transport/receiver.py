@@ -26,6 +26,8 @@ class ReceiverSnapshot:
     refused_connections: int
     refused_greetings: int
     malformed_frames: int
+    out_of_descriptors: int = 0
+    """Times that a connection had to wait because the process has no free file descriptor."""
 
 
 class Reception:
@@ -85,4 +87,5 @@ class Reception:
                 refused_connections=self._counts["refused_connections"],
                 refused_greetings=self._counts["refused_greetings"],
                 malformed_frames=self._counts["malformed_frames"],
+                out_of_descriptors=self._counts["out_of_descriptors"],
             )

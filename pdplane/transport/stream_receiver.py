@@ -109,6 +109,7 @@ class StreamReceiver:
             except (BlockingIOError, ConnectionAbortedError):
                 continue
             except OSError:
+                self._reception.count("out_of_descriptors")
                 pause.poll(_EXHAUSTED_PAUSE_MS)
                 continue
             self._admit(connected)

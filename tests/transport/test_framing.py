@@ -201,6 +201,17 @@ def test_a_recorded_greeting_proves_nothing_later() -> None:
         again.proof(*read(greeting.encode(GreetingKind.PROOF, read(welcome)[1][2])))
 
 
+@pytest.mark.parametrize("theirs", [None, Secret(b"fedcba9876543210")])
+def test_a_sender_trusts_no_receiver_without_its_secret(theirs: Secret | None) -> None:
+    ours = Secret(b"0123456789abcdef")
+    sender = SenderGreeting(SessionId("s"), Writer(Rank(3), Life("a")), ours)
+    proof = theirs.answer("receiver", sender.hello(), b"d", b"0" * 64).hex() if theirs else ""
+    with pytest.raises(WireError, match="does not know our secret"):
+        sender.welcome(GreetingKind.WELCOME, ("d", "0" * 64, proof))
+    right = ours.answer("receiver", sender.hello(), b"d", b"0" * 64).hex()
+    assert sender.welcome(GreetingKind.WELCOME, ("d", "0" * 64, right))
+
+
 @given(st.binary(min_size=8, max_size=8), st.binary(max_size=100), st.sampled_from(GreetingKind))
 def test_any_bytes_are_a_greeting_message_or_a_wire_error(prefix: bytes, body: bytes, kind: GreetingKind) -> None:
     for decode in (lambda: greeting.decode_prefix(prefix), lambda: greeting.decode_body(kind, body)):
