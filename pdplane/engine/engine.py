@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import attrs
 import mlx.core as mx
@@ -26,7 +26,7 @@ from pdplane.errors import ConfigError, InternalError
 from pdplane.ids import GroupId
 from pdplane.kv.arena import Arena
 from pdplane.kv.layout import Layout
-from pdplane.kv.manifest import slot_counts
+from pdplane.kv.manifest import blocks_needed
 from pdplane.kv.pool import Pool
 
 
@@ -112,9 +112,20 @@ class Engine:
         """The model's longest sequence in tokens; None when its config does not say."""
         return self.opened.model.context_length
 
+    def facts(self) -> Mapping[str, Any]:
+        """What the model is, for whoever asks over HTTP; the path is local, or the name of a model without files."""
+        model = self.opened.model
+        path = str(model.path or model.name)
+        return {
+            "model_path": path,
+            "tokenizer_path": path,
+            "context_length": model.context_length,
+            "vocab_size": model.vocab_size,
+        }
+
     def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
         """Blocks of each group that the cache of a prompt takes."""
-        return slot_counts(self.layout, 0, prompt_len)
+        return blocks_needed(self.layout, prompt_len)
 
     def check_prompt_len(self, prompt_len: int) -> None:
         """Raise ConfigError for a prompt that is empty, longer than the model's context, or larger than the arena."""

@@ -50,14 +50,9 @@ def logical_slots(spec: GroupSpec, prefix_len: int, prompt_len: int) -> range:
     return range(start, -(-prompt_len // tokens))
 
 
-def slot_counts(layout: Layout, prefix_len: int, prompt_len: int) -> dict[GroupId, int]:
-    """Blocks of each group that a room of these lengths needs; lengths as in a valid manifest."""
-    return {spec.group_id: _length(logical_slots(spec, prefix_len, prompt_len)) for spec in layout.group_specs}
-
-
 def blocks_needed(layout: Layout, prompt_len: int, prefix_len: int = 0) -> dict[GroupId, int]:
     """How many blocks of each group hold a prompt's tokens from `prefix_len` on; what `Pool.allocate` takes."""
-    return slot_counts(layout, prefix_len, prompt_len)
+    return {spec.group_id: _length(logical_slots(spec, prefix_len, prompt_len)) for spec in layout.group_specs}
 
 
 def build_manifest(

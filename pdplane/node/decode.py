@@ -209,6 +209,7 @@ class DecodeNode:
         try:
             self._http.start()
             self._engine.start()
+            self._facts |= {key: value for key, value in self._engine.facts().items() if value is not None}
             layout, facts = self._engine.layout, self._engine.fingerprint
             self._queue = BlockQueue(
                 layout, self._http, timeout_s=self._config.bootstrap_timeout_s, max_waiting=self._max_waiting

@@ -247,6 +247,9 @@ class Engine(Protocol):
     def fingerprint(self) -> EngineFingerprint:
         """What two engines must share."""
 
+    def facts(self) -> Mapping[str, Any]:
+        """What /server_info says of the model: its paths, `context_length`, `vocab_size`; JSON-able."""
+
     @property
     def context_length(self) -> int | None:
         """The model's longest sequence in tokens, None when it has no such limit."""

@@ -11,7 +11,7 @@ from pdplane.ids import FieldId, Generation, GroupId, Life, Rank, Room
 from pdplane.kv.arrays import U64
 from pdplane.kv.copies import Copies, window_runs
 from pdplane.kv.layout import FULL_HISTORY, FULL_SUFFIX, LATEST_SNAPSHOT, STATE, GroupSpec, Layout, Partition
-from pdplane.kv.manifest import Manifest, slot_counts
+from pdplane.kv.manifest import Manifest, blocks_needed
 from pdplane.kv.planning import FieldSpec, plan_layout
 from pdplane.kv.pool import Pool
 
@@ -76,7 +76,7 @@ class Memory:
 
     def allocate(self, ticket: int, prefix_len: int, prompt_len: int) -> Blocks:
         """Blocks for the window's slots; PoolExhausted when there are too few."""
-        blocks = self.pool.allocate(slot_counts(self.layout, prefix_len, prompt_len))
+        blocks = self.pool.allocate(blocks_needed(self.layout, prompt_len, prefix_len))
         self._owned[ticket] = blocks, self._offsets(blocks)
         return blocks
 

@@ -15,7 +15,7 @@ from pdplane.errors import ConfigError, InternalError
 from pdplane.ids import GroupId
 from pdplane.kv.arena import Arena
 from pdplane.kv.layout import Layout
-from pdplane.kv.manifest import slot_counts
+from pdplane.kv.manifest import blocks_needed
 from pdplane.kv.pool import Pool
 from pdplane.messages import Fingerprint
 from pdplane.node.protocols import EngineDecodeRequest, FinishReason, FirstToken
@@ -148,13 +148,16 @@ class ToyEngine:
     def fingerprint(self) -> Fingerprint:
         return Fingerprint((("model", f"toy-{self.options.seed}"),), (("toy", "1"),))
 
+    def facts(self) -> Mapping[str, Any]:
+        return {"context_length": self.options.context_length, "vocab_size": VOCABULARY}
+
     @property
     def context_length(self) -> int:
         return self.options.context_length
 
     def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
         """Blocks of each group that a prompt's cache takes."""
-        return slot_counts(self.layout, 0, prompt_len)
+        return blocks_needed(self.layout, prompt_len)
 
     def check_prompt_len(self, prompt_len: int) -> None:
         """Raise ConfigError for a prompt that is empty, too long, or larger than the arena."""

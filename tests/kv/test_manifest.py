@@ -12,10 +12,10 @@ from pdplane.kv.layout import HISTORY, GroupSpec, Layout
 from pdplane.kv.manifest import (
     Manifest,
     ManifestGroup,
+    blocks_needed,
     build_manifest,
     logical_slots,
     manifest_from_tables,
-    slot_counts,
     validate_manifest,
 )
 from pdplane.wire.manifest_json import decode_manifest
@@ -101,7 +101,7 @@ def _build(case: Case) -> tuple[Layout, Manifest]:
 def test_built_from_block_tables(case: Case) -> None:
     layout, manifest = _build(case)
     assert manifest == decode_manifest(wire_bytes(case["expected"]["manifest"]))
-    counts = slot_counts(layout, manifest.prefix_len, manifest.prompt_len)
+    counts = blocks_needed(layout, manifest.prompt_len, manifest.prefix_len)
     assert counts == {group_id: len(ids) for group_id, ids in manifest.blocks().items()}
 
 
@@ -131,7 +131,7 @@ def test_absurd_lengths_build_no_list(prefix: int, prompt: int) -> None:
 
 
 def test_counts_beyond_the_machine_s_list_length() -> None:
-    counts = slot_counts(two_group_layout(), 0, 2**63 - 1)
+    counts = blocks_needed(two_group_layout(), 2**63 - 1)
     assert counts[KV] == 2**61
     assert sys.maxsize > counts[KV]
 

@@ -10,7 +10,7 @@ import pytest
 
 from pdplane.errors import InternalError
 from pdplane.ids import GroupId
-from pdplane.kv.manifest import slot_counts
+from pdplane.kv.manifest import blocks_needed
 from pdplane.kv.pool import Pool
 from pdplane.node.protocols import DecodeEngine, EngineDecodeRequest, FirstToken, PrefillEngine
 from pdplane.testing.toy_engine import ToyDecodeEngine, ToyPrefillEngine
@@ -34,7 +34,7 @@ class Pair:
         self.decode.close()
 
     def blocks(self, prompt: list[int]) -> tuple[Blocks, Blocks]:
-        counts = slot_counts(self.prefill.layout, 0, len(prompt))
+        counts = blocks_needed(self.prefill.layout, len(prompt))
         self.pools[1].allocate({KV: 3})  # so that the two sides' ids differ
         return self.pools[0].allocate(counts), self.pools[1].allocate(counts)
 
