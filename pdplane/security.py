@@ -19,9 +19,6 @@ MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
 
 _BEARER = "Bearer "
-_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
-_P = 2**255 - 19
-_A24 = 121665
 
 
 class Secret:
@@ -81,53 +78,12 @@ class Secret:
         token = text[len(_BEARER) :].strip() if text[: len(_BEARER)].lower() == _BEARER.lower() else text
         return hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self.bearer().encode())
 
-    def curve_keys(self) -> tuple[bytes, bytes]:
-        """The CURVE key pair that every native socket uses, (public, secret), each as 40 bytes of Z85.
+    def curve_key(self) -> bytes:
+        """The 32 bytes of the CURVE secret key that every native socket uses; `pdplane.control.curve` makes the pair.
 
-        Both roles have the same pair: who knows the secret may connect and may listen. The public key is
-        computed here (RFC 7748), because libzmq belongs to `pdplane.control`.
+        Both roles have the same pair: who knows the secret may connect and may listen.
         """
-        private = self._derive("curve")
-        return z85(x25519(private, (9).to_bytes(32, "little"))), z85(private)
+        return self._derive("curve")
 
     def _derive(self, purpose: str) -> bytes:
         return hmac.digest(self._secret, f"pdplane/1 {purpose}".encode(), hashlib.sha256)
-
-
-def z85(data: bytes) -> bytes:
-    """Z85 (ZeroMQ RFC 32) of bytes whose count divides by 4."""
-    text = []
-    for start in range(0, len(data), 4):
-        value = int.from_bytes(data[start : start + 4], "big")
-        text += [_Z85[value // 85**power % 85] for power in (4, 3, 2, 1, 0)]
-    return "".join(text).encode()
-
-
-def x25519(scalar: bytes, point: bytes) -> bytes:
-    """Scalar multiplication on Curve25519 (RFC 7748, section 5); runs once at start, not per message."""
-    clamped = int.from_bytes(scalar, "little") & ~(7 | 1 << 255) | 1 << 254
-    base = int.from_bytes(point, "little") & (1 << 255) - 1
-    x2, z2, x3, z3, swapped = 1, 0, base, 1, 0
-    for position in range(254, -1, -1):
-        bit = clamped >> position & 1
-        if swapped != bit:
-            x2, x3, z2, z3 = x3, x2, z3, z2
-        swapped = bit
-        x2, z2, x3, z3 = _ladder_step(x2, z2, x3, z3, base)
-    if swapped:
-        x2, z2 = x3, z3
-    return (x2 * pow(z2, _P - 2, _P) % _P).to_bytes(32, "little")
-
-
-def _ladder_step(x2: int, z2: int, x3: int, z3: int, base: int) -> tuple[int, int, int, int]:
-    """Double the first point and add the two: one step of the Montgomery ladder."""
-    total, difference = x2 + z2, x2 - z2
-    squared_total, squared_difference = total * total % _P, difference * difference % _P
-    gap = squared_total - squared_difference
-    crossed, straight = (x3 - z3) * total, (x3 + z3) * difference
-    return (
-        squared_total * squared_difference % _P,
-        gap * (squared_total + _A24 * gap) % _P,
-        (crossed + straight) ** 2 % _P,
-        base * (crossed - straight) ** 2 % _P,
-    )

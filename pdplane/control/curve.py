@@ -21,7 +21,8 @@ class Curve:
     """Puts the key pair on sockets."""
 
     def __init__(self, secret: Secret) -> None:
-        self.public, self._private = secret.curve_keys()
+        self._private = z85.encode(secret.curve_key())
+        self.public = zmq.curve_public(self._private)
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
         """Accept only clients that prove to own the pair; needs a `Gatekeeper` in the same context."""
