@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Self
 
 import zmq
+from zmq.utils import z85
 
 from pdplane.ids import Endpoint, new_life
 from pdplane.security import Secret
@@ -22,7 +23,8 @@ class RawPeer:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDTIMEO, 10_000)
         if secret is not None:
-            public, private = secret.curve_keys()
+            private = z85.encode(secret.curve_key())
+            public = zmq.curve_public(private)
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, private)
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key or public)
