@@ -74,7 +74,7 @@ def manifest_from_tables(
     layout: Layout, tables: Mapping[GroupId, Sequence[int]], prefix_len: int, prompt_len: int
 ) -> Manifest:
     """Our own manifest, cut out of whole block tables (entry i is the block of slot i); 0 or less marks a hole."""
-    _check_window_of_ours(layout, prefix_len, prompt_len)
+    check_window(layout, prefix_len, prompt_len)
     blocks: dict[GroupId, Sequence[int]] = {}
     for group_id, table in tables.items():
         slots = logical_slots(layout.spec(group_id), prefix_len, prompt_len)
@@ -111,7 +111,8 @@ def _check_window(manifest: Manifest, layout: Layout) -> None:
         raise WireError("manifest.prefix_len", "manifest.prefix_len is no multiple of the layout's prefix_granularity")
 
 
-def _check_window_of_ours(layout: Layout, prefix_len: int, prompt_len: int) -> None:
+def check_window(layout: Layout, prefix_len: int, prompt_len: int) -> None:
+    """Raise LocalProtocolError for a window of ours that no manifest of the layout can have."""
     try:
         _check_window(Manifest((), prefix_len, prompt_len), layout)
     except WireError as error:
