@@ -31,7 +31,7 @@ class Relay:
 
     def put(self, token: Token) -> None:
         """Take one token; harmless when the loop has closed."""
-        self._post(self._tokens.append, token)
+        self._post(self._add, token)
 
     def watch(self, done: Future[Any]) -> None:
         """Take the leg's end from its future."""
@@ -51,6 +51,9 @@ class Relay:
             self._news.clear()
             await self._news.wait()
         return self._end
+
+    def _add(self, token: Token) -> None:
+        self._tokens.append(token)  # looked up on the loop: `next` puts a new list here
 
     def _set_end(self, end: End) -> None:
         self._end = end
