@@ -166,6 +166,7 @@ class DecodePlane:
                 self._dealers.send(action)
             case actions.OpenWindow(number, generation, manifest, writers):
                 self._fence.open(number, generation, *window_runs(self.layout, manifest), writers=dict(writers))
+                self._handles.record(told.RoomOffered(number))
             case actions.CloseWindow(number, generation):
                 self._fence.close(number, generation)
             case actions.LookUp(bootstrap, number):

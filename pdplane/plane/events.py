@@ -22,6 +22,13 @@ class RoomWindowed:
 
 
 @attrs.frozen
+class RoomOffered:
+    """Every prefill rank knows this decode; the room's blocks are offered to them."""
+
+    room: Room
+
+
+@attrs.frozen
 class RoomDelivered:
     """The cache is whole in the arena."""
 
@@ -55,4 +62,4 @@ class RoomEnded:
     error: PdplaneError
 
 
-PlaneEvent: TypeAlias = RoomWindowed | RoomDelivered | RoomSucceeded | RoomReleased | RoomEnded
+PlaneEvent: TypeAlias = RoomWindowed | RoomOffered | RoomDelivered | RoomSucceeded | RoomReleased | RoomEnded

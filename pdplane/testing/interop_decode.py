@@ -1,0 +1,174 @@
+"""The decode rank of the interop peer: it knows every byte that must come, and that no other byte may change."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import attrs
+import numpy as np
+
+from pdplane.ids import GroupId, Room
+from pdplane.kv.arena import Arena
+from pdplane.kv.copies import window_runs
+from pdplane.kv.layout import Layout
+from pdplane.kv.manifest import Manifest, blocks_needed, build_manifest, logical_slots
+from pdplane.kv.pool import Pool
+from pdplane.plane.decode import DecodePlane
+from pdplane.plane.events import RoomOffered
+from pdplane.testing.bench_pages import bench_page
+from pdplane.testing.interop_events import Events
+from pdplane.testing.interop_options import InteropOptions
+from pdplane.testing.interop_planes import decode_plane
+from pdplane.testing.interop_reduce import join_ranks
+from pdplane.testing.interop_rooms import (
+    BOOTSTRAPPED,
+    BOOTSTRAPPING,
+    FAILED,
+    NAMES,
+    SUCCESS,
+    Alarm,
+    drive,
+    finish,
+    reason_of,
+    tables,
+)
+
+UNTOUCHED = 0xEE
+
+
+def run_decode(options: InteropOptions, events: Events) -> bool:
+    """Play the rank; whether every room ended as expected and no byte is wrong. Raises ConfigError."""
+    layout = options.make_layout()
+    arena = Arena(np.full(layout.arena_bytes, UNTOUCHED, np.uint8))
+    with decode_plane(options, layout, arena) as plane:
+        events(
+            "ready",
+            role="decode",
+            session=plane.session,
+            zmq=None,
+            arena_ptr=arena.base,
+            arena_bytes=arena.nbytes,
+            tp_rank=options.tp_rank,
+            dp_rank=options.dp_rank,
+        )
+        reduce = join_ranks(options.reduce_at, options.tp_size, options.tp_rank)
+        try:
+            side = _Side(plane, layout, arena, Pool(layout), options, events, Alarm())
+            runs = [_DecodeRun(side, room) for room in options.rooms]
+            drive(runs, reduce, side.alarm, options.timeout, poll=lambda: _note_offers(plane, runs))
+            time.sleep(options.linger)  # what still lands now is stray
+        finally:
+            reduce.close()
+        stray = _stray_bytes(arena, layout, [run.manifest for run in runs])
+        ended = finish(events, "decode", runs, options.expect, stray_bytes=stray)
+        return ended and not stray and not any(run.bad_bytes for run in runs)
+
+
+@attrs.frozen
+class _Side:
+    """What the rooms of the rank share."""
+
+    plane: DecodePlane
+    layout: Layout
+    arena: Arena
+    pool: Pool
+    options: InteropOptions
+    events: Events
+    alarm: Alarm
+
+
+class _DecodeRun:
+    """One room: offer blocks, wait, compare every byte. Its blocks are not used again, so that strays show."""
+
+    outcome: str | None
+
+    def __init__(self, side: _Side, room: Room) -> None:
+        self.room, self.outcome = room, None
+        self.offered = False
+        self.bad_bytes = 0
+        self._side, self._begun = side, time.monotonic()
+        self._told = False
+        layout, options = side.layout, side.options
+        self._blocks = side.pool.allocate(blocks_needed(layout, options.prompt_len, options.prefix_len))
+        self.manifest = build_manifest(layout, self._blocks, options.prefix_len, options.prompt_len)
+        assert options.bootstrap is not None, "checked where the options were read"
+        self._handle = side.plane.open(room, prefill=options.bootstrap, manifest=self.manifest)
+        side.alarm.watch(self._handle.done)
+
+    @property
+    def state(self) -> int:
+        done = self._handle.done
+        if done.done():
+            return FAILED if done.exception() else SUCCESS
+        return BOOTSTRAPPED if self.offered else BOOTSTRAPPING
+
+    def advance(self, agreed: int) -> None:
+        if agreed == BOOTSTRAPPING:
+            return
+        if not self._told:
+            self._tell_bootstrapped(agreed)
+        if agreed == FAILED:
+            self._fail()
+        elif agreed == SUCCESS:
+            self._succeed()
+
+    def _tell_bootstrapped(self, agreed: int) -> None:
+        self._told = True
+        events, options = self._side.events, self._side.options
+        if agreed == FAILED and not self.offered:
+            events("registered", room=self.room, status=NAMES[FAILED], reason=reason_of(self._handle.done))
+            return
+        events("registered", room=self.room, status=NAMES[BOOTSTRAPPED], reason="")
+        events("BootstrappedEvent", room=self.room)
+        found = tables(self._side.layout, self._blocks, options.prefix_len, options.prompt_len)
+        events("preallocated", room=self.room, tables=found)
+
+    def _fail(self) -> None:
+        self.outcome = "failed"
+        reason = reason_of(self._handle.done)
+        self._handle.cancel(reason)
+        self._side.events("FailedEvent", room=self.room, reason=reason)
+
+    def _succeed(self) -> None:
+        self.outcome = "success"
+        delivered = self._handle.done.result()
+        seconds = time.monotonic() - self._begun
+        good, self.bad_bytes = _compare(self._side, self._blocks, self.room)
+        self._side.events(
+            "RemotePrefillDoneEvent",
+            room=self.room,
+            token=delivered.first_token,
+            spec=list(delivered.candidates or ()),
+            seconds=round(seconds, 6),
+            verified_bytes=good,
+            bad_bytes=self.bad_bytes,
+        )
+
+
+def _note_offers(plane: DecodePlane, runs: Sequence[_DecodeRun]) -> None:
+    offered = {event.room for event in plane.poll() if isinstance(event, RoomOffered)}
+    for run in runs:
+        run.offered = run.offered or run.room in offered
+
+
+def _compare(side: _Side, blocks: Mapping[GroupId, Sequence[int]], room: Room) -> tuple[int, int]:
+    """Bytes of the room's pages that are right, and those that are not."""
+    layout, options, good, bad = side.layout, side.options, 0, 0
+    for field in layout.fields:
+        ids = np.asarray(blocks[field.group_id], np.uint64)
+        slots = logical_slots(layout.spec(field.group_id), options.prefix_len, options.prompt_len)
+        for slot, offset in zip(slots, layout.page_offsets(field.field_id, ids).tolist(), strict=True):
+            page = bench_page(layout, field.field_id, room, slot, options.tp_size, options.tp_rank)
+            right = int(np.count_nonzero(side.arena.bytes[offset : offset + len(page)] == page))
+            good, bad = good + right, bad + len(page) - right
+    return good, bad
+
+
+def _stray_bytes(arena: Arena, layout: Layout, manifests: Sequence[Manifest]) -> int:
+    """Bytes outside the rooms' pages that have changed."""
+    outside = np.ones(arena.nbytes, np.bool_)
+    for manifest in manifests:
+        for start, length in zip(*(column.tolist() for column in window_runs(layout, manifest)), strict=True):
+            outside[start : start + length] = False
+    return int(np.count_nonzero(arena.bytes[outside] != UNTOUCHED))

@@ -1,0 +1,148 @@
+"""Interop peers as processes, or quicker as threads, and what they said."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, Self
+
+import attrs
+
+from pdplane.testing.interop_events import Events
+from pdplane.testing.interop_options import parse
+from pdplane.testing.interop_peer import ROLES
+
+PATIENCE_S = 60.0
+NATIVE = ("--channel", "native", "--transport", "auto")
+
+
+@attrs.frozen
+class Said:
+    """One ended peer."""
+
+    exit_code: int
+    events: tuple[dict[str, Any], ...]
+    errors: str
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [found for found in self.events if found["event"] == event]
+
+    @property
+    def names(self) -> list[str]:
+        return [found["event"] for found in self.events]
+
+    @property
+    def done(self) -> dict[str, Any]:
+        assert self.names[-1] == "done", self
+        return self.events[-1]
+
+
+class Peer:
+    """One running peer; `end` waits for it, leaving the `with` kills it if it still runs."""
+
+    def __init__(self, role: str, *words: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pdplane.testing.interop_peer", role, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._lines: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+
+    def hear(self, event: str) -> dict[str, Any]:
+        """Read on until this event; an error when the peer ends first."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+            found: dict[str, Any] = json.loads(line)
+            if found["event"] == event:
+                return found
+        raise AssertionError(f"no {event}: {self._lines} {self._process.communicate()[1]}")
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def end(self) -> Said:
+        out, errors = self._process.communicate(timeout=PATIENCE_S)
+        events = tuple(json.loads(line) for line in [*self._lines, *out.splitlines()])
+        return Said(self._process.returncode, events, errors)
+
+
+class ThreadedPeer:
+    """The same inside this process: quicker to start, and without an exit code of its own."""
+
+    def __init__(self, role: str, *words: str) -> None:
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lines: list[str] = []
+        self._good: list[bool] = []
+        options = parse([role, *words])
+        self._thread = threading.Thread(target=lambda: self._good.append(ROLES[role](options, Events(self))))
+        self._thread.start()
+
+    def write(self, text: str) -> None:
+        self._said.put(text)
+
+    def flush(self) -> None:
+        """Every line is whole."""
+
+    def hear(self, event: str) -> dict[str, Any]:
+        while True:
+            self._lines.append(self._said.get(timeout=PATIENCE_S))
+            found: dict[str, Any] = json.loads(self._lines[-1])
+            if found["event"] == event:
+                return found
+
+    def end(self) -> Said:
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        while not self._said.empty():
+            self._lines.append(self._said.get())
+        return Said(0 if self._good == [True] else 1, tuple(map(json.loads, self._lines)), "")
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(PATIENCE_S)
+
+
+def pair(
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
+    *both: str,
+    prefill: Sequence[str] = (),
+    decode: Sequence[str] = (),
+    reduce_ports: tuple[int, int] = (0, 0),
+    link: Sequence[str] = NATIVE,
+    kind: type[Peer] | type[ThreadedPeer] = ThreadedPeer,
+) -> tuple[list[Said], list[Said]]:
+    """Run every rank of both sides on a free port and give what each said, in the order of the ranks."""
+    common = [*link, "--linger", "0.1", *both]
+    started: list[Peer | ThreadedPeer] = []
+
+    def start(role: str, tp: int, rank: int, *words: str) -> Peer | ThreadedPeer:
+        started.append(kind(role, *common, "--tp-size", str(tp), "--tp-rank", str(rank), *words))
+        return started[-1]
+
+    try:
+        ours = [*prefill, "--reduce-port", str(reduce_ports[0])]
+        theirs = [*decode, "--reduce-port", str(reduce_ports[1])]
+        first = start("prefill", prefill_tp, 0, "--serve-bootstrap", "--bootstrap-port", "0", *ours)
+        port = first.hear("bootstrap")["url"].rpartition(":")[2]
+        others = [start("prefill", prefill_tp, rank, "--bootstrap-port", port, *ours) for rank in range(1, prefill_tp)]
+        decodes = [
+            start("decode", decode_tp, rank, "--bootstrap", f"127.0.0.1:{port}", *theirs) for rank in range(decode_tp)
+        ]
+        return [peer.end() for peer in [first, *others]], [peer.end() for peer in decodes]
+    finally:
+        for peer in started:
+            peer.__exit__()
