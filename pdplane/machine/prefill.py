@@ -104,7 +104,7 @@ class PrefillMachine:
 
     @_on.register
     def _(self, event: events.RegistrationRejected, turn: PrefillTurn) -> None:
-        self._sessions.reject(turn, event)
+        self._rooms.lost(turn, self._sessions.reject(turn, event), "the decode rank registered again, and wrongly")
 
     @_on.register
     def _(self, event: events.DataConnected, turn: PrefillTurn) -> None:
@@ -236,6 +236,10 @@ class PrefillMachine:
             self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, refusal)
             return
         room = room or self._rooms.open(turn, number)
+        if cause := room.take_as_late(offer):
+            self._rejected["late"] += 1
+            self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, cause)
+            return
         room.offers[offer.session.id] = offer
         self._rooms.move(turn, room, PrefillMove.OFFERED)
         self._settle(turn, room)

@@ -10,7 +10,7 @@ from pdplane.ids import Generation, Room, SessionId
 from pdplane.kv.manifest import Manifest
 from pdplane.machine.actions import Destination
 from pdplane.machine.events import PrefillRequested, RoomFinished
-from pdplane.machine.graveyard import Peer, Use
+from pdplane.machine.graveyard import Peer, Tombstone, Use, merge
 from pdplane.machine.room import PREFILL_TABLE, PrefillMove, PrefillState, advance
 from pdplane.machine.session import Session
 
@@ -31,11 +31,15 @@ class Offered:
 
 @attrs.define
 class PrefillRoom:
-    """One use of a room number. `ended` names the uses of it that are over, so that none comes back."""
+    """One use of a room number. `ended` names the uses of it that are over, so that none comes back.
+
+    `before` is what is left of the last use, if that ended a short while ago.
+    """
 
     room: Room
     since: float
     ended: Mapping[Peer, Generation] = attrs.field(factory=dict)
+    before: Tombstone | None = None
     state: PrefillState = PrefillState.EARLY
     request: PrefillRequested | None = None
     finish: RoomFinished | None = None
@@ -71,9 +75,23 @@ class PrefillRoom:
                 return "the room has another session of this decode rank"
         return None
 
-    def prompt_conflict(self) -> str | None:
+    def take_as_late(self, newcomer: Offered) -> str | None:
+        """Whether this offer is of the last use, which failed here before it came: its cause, and then never again.
+
+        Only the prompt can tell: the request carries no generation.
+        """
+        before = self.before
+        if before is None or not before.cause or not before.requested or newcomer.use.peer in before.members:
+            return None
+        if self.prompt_conflict(newcomer) is None:
+            return None
+        self.before = attrs.evolve(before, members=before.members | {newcomer.use.peer})
+        self.ended = merge(self.ended, newcomer.use)
+        return before.cause
+
+    def prompt_conflict(self, *newcomers: Offered) -> str | None:
         """Why the offers and the request cannot be of one prompt; None when they can."""
-        offers = [offer for offer in self.offers.values() if offer.manifest is not None]
+        offers = [offer for offer in (*self.offers.values(), *newcomers) if offer.manifest is not None]
         windows = {(o.manifest.prefix_len, o.manifest.prompt_len) for o in offers if o.manifest is not None}
         hashes = {offer.prompt_hash for offer in offers if offer.prompt_hash}
         if len(windows) > 1 or len(hashes) > 1:

@@ -80,7 +80,9 @@ class PrefillRooms:
 
     def open(self, turn: PrefillTurn, number: Room) -> PrefillRoom:
         """A new room under a free number."""
-        room = self._live[number] = PrefillRoom(number, turn.now, self._graveyard.take(number, turn.now))
+        before = self._graveyard.find(number, turn.now)
+        ended = self._graveyard.take(number, turn.now)
+        room = self._live[number] = PrefillRoom(number, turn.now, ended, before)
         self._timers.set(number, turn.now + self._settings.bootstrap_timeout_s)
         return room
 
@@ -184,6 +186,8 @@ class PrefillRooms:
             ended=merge(room.ended, *uses),
             members=frozenset(use.peer for use in uses),
         )
+        if stone.is_raw:  # its late words look like those of a new use: none may begin while they can come
+            stone = attrs.evolve(stone, until=turn.now + self._settings.bootstrap_timeout_s)
         self._graveyard.bury(room.room, stone)
 
     def _enter_windowed(self, turn: PrefillTurn, room: PrefillRoom) -> None:
