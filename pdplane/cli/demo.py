@@ -26,6 +26,7 @@ from rich.table import Table
 from pdplane.cli.children import Child, ChildFailed, Children
 from pdplane.cli.generate import Printer, Wanted, ask
 from pdplane.cli.options import count
+from pdplane.cli.yardstick import Question
 from pdplane.ids import Endpoint, new_room
 from pdplane.kv.manifest import blocks_needed
 from pdplane.wire import decode_layout
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=REAL, help=f"as for the daemons ({REAL}; {FALLBACK} if that cannot be had)")
     parser.add_argument("--prompt", default=PROMPT, help="what to ask; through the model's chat template if it has one")
     parser.add_argument("--max-tokens", type=count, default=64, metavar="N", help="longest answer (64)")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens, whatever the model says")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text and the table")
 
 
@@ -121,14 +123,17 @@ class _Demo:
 
     def _load(self) -> tuple[Child, list[int]]:
         args = self._args
-        words = ["pdplane.cli.yardstick", self._model, args.prompt, str(args.max_tokens), str(_STEP_SIZE)]
+        question = Question(self._model, args.prompt, args.max_tokens, _STEP_SIZE, args.ignore_eos)
+        words = ["pdplane.cli.yardstick", json.dumps(attrs.asdict(question))]
         yardstick = self._children.start("yardstick", words)
-        with Progress(console=self._notes, transient=True) as progress:
+        with Progress(console=self._notes, transient=True, disable=not self._notes.is_terminal) as progress:
             bars: dict[str, TaskID] = {}
             while "progress" in (said := _heard(yardstick)):
                 what, done, total = said["progress"]
                 if what not in bars:
                     bars[what] = progress.add_task(what, total=total or None)
+                    if progress.disable:
+                        self._notes.print(what)
                 progress.update(bars[what], completed=done, total=total or None)
         return yardstick, said["tokens"]
 
@@ -139,11 +144,13 @@ class _Demo:
         return self._children.start(role, words + (["--exact"] if role == "prefill" else []))
 
     def _ask(self, ready: Mapping[str, Mapping[str, Any]], tokens: list[int]) -> dict[str, Any]:
-        prompt = {"input_ids": tokens, "return_logprob": True}
-        urls = (f"http://{ready[role]['http']}" for role in ("prefill", "decode"))
+        sampling = {"ignore_eos": self._args.ignore_eos}
+        prompt = {"input_ids": tokens, "return_logprob": True, "sampling_params": sampling}
+        prefill, decode = (f"http://{ready[role]['http']}" for role in ("prefill", "decode"))
+        wanted = Wanted(prefill, decode, prompt, new_room(), self._args.max_tokens, _ANSWER_S)
         printer = Printer(silent=self._args.json)
         try:
-            return asyncio.run(ask(Wanted(*urls, prompt, new_room(), self._args.max_tokens, _ANSWER_S), printer))
+            return asyncio.run(ask(wanted, printer))
         finally:
             printer.end()
 

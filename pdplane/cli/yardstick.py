@@ -1,10 +1,10 @@
 """The demo's yardstick: one plain mlx-lm process that answers the same prompt.
 
-    python -m pdplane.cli.yardstick MODEL PROMPT MAX_TOKENS PREFILL_STEP_SIZE
+    python -m pdplane.cli.yardstick QUESTION          where QUESTION is the JSON of a `Question`
 
-Says, one JSON object a line: {"progress": [what, done, total]} while it gets the model, {"tokens": [...]}
-when it has it, and after any line on standard input {"ids": [...], "logprobs": [...]}; or {"error": text}. It is the
-first to want the model, and the daemons find in the cache what it has downloaded. MLX runs on the main thread.
+Says, one JSON object a line: {"progress": [what, done, total]} while it gets the model, {"tokens": [...]} when it has
+it, and after any line on standard input {"ids": [...], "logprobs": [...]}; or {"error": text}. It is the first to
+want the model, and the daemons find in the cache what it has downloaded. MLX runs on the main thread.
 """
 
 from __future__ import annotations
@@ -15,11 +15,24 @@ import sys
 import threading
 from typing import Any, TextIO
 
+import attrs
+
 from pdplane.cli.daemon import mlx_needed
 from pdplane.cli.parent import exit_with_parent
 from pdplane.errors import ConfigError
 
 _TERMINATED = 128 + signal.SIGTERM
+
+
+@attrs.frozen
+class Question:
+    """What to load and what to answer."""
+
+    model: str
+    prompt: str
+    max_tokens: int
+    step_size: int
+    ignore_eos: bool
 
 
 def main() -> int:
@@ -29,9 +42,8 @@ def main() -> int:
     exit_with_parent(word.set)
     speaker = _Speaker(sys.stdout)
     sys.stdout = sys.stderr  # no library's chatter among our lines
-    model, prompt, max_tokens, step_size = sys.argv[1:]
     try:
-        _measure(speaker, word, model, prompt, int(max_tokens), int(step_size))
+        _measure(speaker, word, Question(**json.loads(sys.argv[1])))
     except ConfigError as error:
         speaker.say(error=str(error))
         return 1
@@ -49,21 +61,22 @@ class _Speaker:
         self.say(progress=[what, done, total])
 
 
-def _measure(speaker: _Speaker, word: threading.Event, name: str, prompt: str, max_tokens: int, step_size: int) -> None:
+def _measure(speaker: _Speaker, word: threading.Event, asked: Question) -> None:
     with mlx_needed():
         from pdplane.engine.model import TINY, load_model
         from pdplane.engine.options import EngineOptions
         from pdplane.engine.reference import single_process
-    options = EngineOptions(model=name, prefill_step_size=step_size)
-    model = load_model(name, progress=speaker.progress)
+    options = EngineOptions(model=asked.model, prefill_step_size=asked.step_size)
+    model = load_model(asked.model, progress=speaker.progress)
     tokenizer = model.tokenizer
-    if tokenizer.has_chat_template and not name.startswith(TINY):
-        tokens = tokenizer.apply_chat([{"role": "user", "content": prompt}])
+    if tokenizer.has_chat_template and not asked.model.startswith(TINY):
+        tokens = tokenizer.apply_chat([{"role": "user", "content": asked.prompt}])
     else:
-        tokens = tokenizer.encode(prompt)
-    speaker.say(tokens=tokens, context=model.context_length)
+        tokens = tokenizer.encode(asked.prompt)
+    speaker.say(tokens=tokens)
     word.wait()
-    answer = single_process(model, tokens, max_tokens, options, stop_ids=tokenizer.eos_ids)
+    stop_ids: frozenset[int] = frozenset() if asked.ignore_eos else tokenizer.eos_ids
+    answer = single_process(model, tokens, asked.max_tokens, options, stop_ids=stop_ids)
     speaker.say(ids=[token.token for token in answer], logprobs=[token.logprob for token in answer])
 
 

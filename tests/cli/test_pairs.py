@@ -1,0 +1,209 @@
+"""A pair of daemons with a tiny MLX model: many prompts, both orders, cancelled requests, a killed prefill."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+
+from pdplane.engine.model import load_model
+from pdplane.engine.options import EngineOptions
+from pdplane.engine.reference import single_process
+from pdplane.engine.thread import EngineThread
+from pdplane.ids import Endpoint, Room, new_room
+from tests.cli.daemons import Daemon
+from tests.cli.processes import descendants, wait_gone
+from tests.http_client import TIMEOUT_S, Answer, ask
+
+MODEL = "tiny:llama"
+# Small chunks, so that prompts of a few hundred tokens take several; an arena that eight prompts have to share.
+STEP, BLOCK, ARENA = 64, 16, 2 << 20
+FLAGS = (
+    "--model", MODEL, "--prefill-step-size", str(STEP), "--block-tokens", str(BLOCK), "--arena-bytes", str(ARENA),
+    "--ping-interval", "300ms", "--bootstrap-timeout", "5s",
+)  # fmt: skip
+Pair = tuple[Daemon, Daemon]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with Daemon("prefill", *FLAGS) as prefill, Daemon("decode", *FLAGS) as decode:
+        both((prefill, decode), [5, 6, 7], 2)  # they register with each other, and that stays
+        yield prefill, decode
+        everybody = {daemon.process.pid for daemon in (prefill, decode)}
+        everybody |= {pid for daemon in (prefill, decode) for pid in descendants(daemon.process.pid)}
+    for daemon in (prefill, decode):
+        assert daemon.process.returncode == 0, "".join(daemon.log)
+        assert not [line for line in daemon.log if "Traceback" in line], "".join(daemon.log)
+    wait_gone(everybody)
+
+
+class Request:
+    """One room: its two requests, sent in any order."""
+
+    def __init__(self, prefill: Daemon, tokens: list[int], max_tokens: int) -> None:
+        bootstrap = Endpoint.parse(prefill.ready["bootstrap"])
+        self.room: Room = new_room()
+        self.body: dict[str, Any] = {
+            "input_ids": tokens,
+            "max_tokens": max_tokens,
+            "bootstrap_host": bootstrap.host,
+            "bootstrap_port": bootstrap.port,
+            "bootstrap_room": self.room,
+        }
+
+    def send(self, daemon: Daemon) -> HTTPConnection:
+        """Send one leg and do not wait."""
+        connection = HTTPConnection(daemon.http.host, daemon.http.port, timeout=TIMEOUT_S)
+        connection.request("POST", "/generate", json.dumps(self.body))
+        return connection
+
+
+def receive(connection: HTTPConnection) -> Answer:
+    with closing(connection):
+        response = connection.getresponse()
+        return Answer(response.status, dict(response.getheaders()), response.read().decode())
+
+
+def both(pair: Pair, tokens: list[int], max_tokens: int) -> Answer:
+    """Decode's answer to a pair of requests."""
+    request = Request(pair[0], tokens, max_tokens)
+    legs = [request.send(daemon) for daemon in pair]
+    first, answer = (receive(leg) for leg in legs)
+    assert first.status == 200, first.body
+    return answer
+
+
+def statistics(daemon: Daemon) -> dict[str, Any]:
+    return dict(ask(daemon.http, "GET", "/statistics").json)
+
+
+def settled(daemon: Daemon, start: dict[str, Any]) -> dict[str, Any]:
+    """What does not only grow, once it is as it was at the start; else what differs after the patience of a request."""
+    for _ in range(600):
+        now = _levels(statistics(daemon))
+        if now == _levels(start):
+            return {}
+        with closing(HTTPConnection(daemon.http.host, daemon.http.port, timeout=TIMEOUT_S)) as connection:
+            connection.request("GET", "/health")
+            connection.getresponse().read()
+    return {key: value for key, value in now.items() if value != _levels(start).get(key)}
+
+
+def _levels(counts: dict[str, Any]) -> dict[str, Any]:
+    """Counts of what is there now, by path; zeros are the same as nothing. Totals, and tombstones, which time ends."""
+    found: dict[str, Any] = {}
+    for key, value in counts.items():
+        if key in ("totals", "rejected", "tombstones") or key.startswith(("refused", "malformed")):
+            continue
+        if isinstance(value, dict):
+            found |= {f"{key}.{name}": count for name, count in _levels(value).items()}
+        elif value:
+            found[key] = value
+    return found
+
+
+def of_lengths(*lengths: int) -> list[list[int]]:
+    chance = random.Random(7)
+    return [[chance.randrange(2, 320) for _ in range(length)] for length in lengths]
+
+
+def reference(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """The ids of one mlx-lm process, which stops at the model's own end."""
+    thread = EngineThread()
+    thread.start()
+    try:
+        model = thread.call(lambda: load_model(MODEL))
+        options = EngineOptions(model=MODEL, prefill_step_size=STEP)
+
+        def answer(prompt: list[int]) -> list[int]:
+            stop_ids = model.tokenizer.eos_ids
+            return [token.token for token in single_process(model, prompt, max_tokens, options, stop_ids=stop_ids)]
+
+        return [thread.call(lambda prompt=prompt: answer(prompt)) for prompt in prompts]  # type: ignore[misc]
+    finally:
+        thread.close()
+
+
+def test_32_prompts_eight_at_a_time_are_those_of_one_process(pair: Pair) -> None:
+    edges = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, STEP, STEP + 1, STEP + 2, 2 * STEP + 1, 300)
+    prompts = of_lengths(*edges, *range(20, 20 + 11 * 22, 11))
+    assert len(prompts) == 32
+    starts = [statistics(daemon) for daemon in pair]
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda prompt: both(pair, prompt, 12), prompts))
+    assert [answer.status for answer in answers] == [200] * 32
+    assert [answer.json["output_ids"] for answer in answers] == reference(prompts, 12)
+    assert [settled(daemon, start) for daemon, start in zip(pair, starts, strict=True)] == [{}, {}]
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_the_second_request_may_come_when_the_first_has_long_waited(pair: Pair, first: str) -> None:
+    (prompt,) = of_lengths(40)
+    request = Request(pair[0], prompt, 6)
+    early, late = pair if first == "prefill" else reversed(pair)
+    waiting = request.send(early)
+    while not any(statistics(early)["rooms"].values()):
+        pass  # the first leg has arrived
+    if first == "decode":
+        while not statistics(late)["rooms"].get("early"):
+            pass  # and its offer has travelled: prefill holds it without a thread and without a request
+    legs = {early: waiting, late: request.send(late)}
+    answers = {daemon: receive(leg) for daemon, leg in legs.items()}
+    assert answers[pair[1]].json["output_ids"] == reference([prompt], 6)[0]
+    assert answers[pair[0]].json["output_ids"] == answers[pair[1]].json["output_ids"][:1]
+
+
+def test_200_requests_some_of_them_cancelled_leave_every_count_as_it_was(pair: Pair) -> None:
+    starts = [statistics(daemon) for daemon in pair]
+    prompts = of_lengths(*(1 + number % 150 for number in range(200)))
+
+    def one(number: int) -> int:
+        request = Request(pair[0], prompts[number], 4)
+        kind = number % 20
+        if kind < 4:  # the whole request is given up at once
+            for daemon in pair:
+                request.send(daemon).close()
+            return 0
+        if kind == 4:  # only decode's client stays, and is told
+            request.send(pair[0]).close()
+            return receive(request.send(pair[1])).status
+        if kind == 5:  # only prefill's client stays, and is told
+            request.send(pair[1]).close()
+            return receive(request.send(pair[0])).status
+        return both(pair, prompts[number], 4).status
+
+    with ThreadPoolExecutor(8) as clients:
+        codes = list(clients.map(one, range(200)))
+    assert all(code == 200 for number, code in enumerate(codes) if number % 20 > 5), codes
+    assert set(codes[4::20] + codes[5::20]) <= {200, 502, 504}  # a leg may have been over before its peer left
+    assert [settled(daemon, start) for daemon, start in zip(pair, starts, strict=True)] == [{}, {}]
+    assert both(pair, prompts[199], 4).json["output_ids"] == reference([prompts[199]], 4)[0]
+
+
+def test_a_killed_prefill_costs_its_rooms_and_nothing_else(pair: Pair) -> None:
+    decode = pair[1]
+    (prompt,) = of_lengths(50)
+    with Daemon("prefill", *FLAGS) as doomed:
+        assert both((doomed, decode), prompt, 3).status == 200
+        start = statistics(decode)
+        waiting = Request(doomed, prompt, 3).send(decode)  # prefill's request never comes
+        while not statistics(doomed)["rooms"].get("early"):
+            pass  # decode's blocks are offered, its window is open
+        assert statistics(decode)["blocks"]["used_blocks"] > 0
+        bootstrap = Endpoint.parse(doomed.ready["bootstrap"])
+        doomed.process.send_signal(signal.SIGKILL)
+        told = receive(waiting)
+        assert told.status in (502, 504)
+        assert "prefill" in told.json["error"]["message"]
+        assert statistics(decode)["blocks"] == start["blocks"]
+    with Daemon("prefill", *FLAGS, "--bootstrap-port", str(bootstrap.port)) as restarted:
+        answer = both((restarted, decode), prompt, 3)
+        assert answer.json["output_ids"] == reference([prompt], 3)[0]
