@@ -1,0 +1,28 @@
+"""`pdplane bench SUBJECT`: measurements, one module a subject.
+
+A subject's module has `add_arguments(parser)` and `run(args) -> exit code`, as a command's has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Mapping
+
+SUBJECTS: Mapping[str, tuple[str, str]] = {
+    "transport": ("pdplane.bench.transport", "how fast blocks move between two processes, on every way"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One subcommand a subject; each takes its own options."""
+    subjects = parser.add_subparsers(metavar="SUBJECT", required=True)
+    for name, (module, text) in SUBJECTS.items():
+        subject = subjects.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        importlib.import_module(module).add_arguments(subject)
+        subject.set_defaults(subject=module)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subject's measurement; gives the exit code."""
+    return int(importlib.import_module(args.subject).run(args))
