@@ -1,0 +1,110 @@
+"""The fields of TX1's requests, checked against the model before anything is computed.
+
+Refusals are WireErrors; the worker answers them with an `error` and the connection lives on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdplane.engine.expert_store import ExpertLayer, ExpertStore
+from pdplane.errors import WireError
+from pdplane.wire.json_value import Value
+from pdplane.workers.tx1 import Message
+
+DTYPES: Mapping[str, tuple[str, str]] = {
+    "<f2": ("float16", "<u2"),
+    "<f4": ("float32", "<u4"),
+    "bfloat16": ("bfloat16", "<u2"),
+}
+"""The names of activations' dtypes on the wire: MLX's name, and numpy's for the bits."""
+OLD_DTYPE = "<f2"
+"""What a peer that names no dtype sends and gets."""
+
+_MAX_ROWS = 1 << 24
+
+
+@attrs.frozen(eq=False)
+class ExecRequest:
+    """Rows of one layer and the (row, expert) pairs to run."""
+
+    layer: int
+    rows: npt.NDArray[np.unsignedinteger]
+    row_of: npt.NDArray[np.int64]
+    expert_of: npt.NDArray[np.int64]
+
+
+def read_exec(message: Message, store: ExpertStore, dtype: str, max_reply_bytes: int) -> ExecRequest:
+    """The request of an `exec` message. Raises WireError naming the field."""
+    layer = _layer(message.header.member("layer"), store)
+    rows = message.header.member("rows").whole(0, _MAX_ROWS)
+    width = message.header.member("dim")
+    if width.whole() != layer.width:
+        width.refuse(f"must be {layer.width}, the model's width")
+    bits = np.dtype(DTYPES[dtype][1])
+    if len(message.payload) != rows * layer.width * bits.itemsize:
+        raise WireError(
+            "payload", f"a payload of {len(message.payload)} bytes for {rows} rows of {layer.width} {dtype}"
+        )
+    pairs = _pairs(message.header.member("pairs"), rows, layer.num_experts)
+    if len(pairs) * layer.width * bits.itemsize > max_reply_bytes:
+        raise WireError("pairs", f"the results of {len(pairs)} pairs do not fit in {max_reply_bytes} bytes")
+    data = np.frombuffer(message.payload, bits) if rows else np.empty(0, bits)
+    return ExecRequest(layer.layer, data.reshape(rows, layer.width), pairs[:, 0], pairs[:, 1])
+
+
+def read_assignments(message: Message, store: ExpertStore, capacity: int) -> tuple[dict[int, list[int]], int]:
+    """The experts to load by layer, and how many items were listed, doubles among them. Raises WireError."""
+    assignments = message.header.member("assignments")
+    if not isinstance(assignments.json, dict):
+        assignments.refuse("must be an object")
+    found: dict[int, list[int]] = {}
+    listed = 0
+    for text in assignments.json:
+        layer = _layer(_number(text, assignments), store)
+        experts = [_expert(item, layer) for item in assignments.member(text).items()]
+        listed += len(experts)
+        found[layer.layer] = list(dict.fromkeys(experts))
+        if len(found[layer.layer]) > capacity:
+            assignments.member(text).refuse(f"names more experts than the {capacity} slots of a layer")
+    return found, listed
+
+
+def _layer(value: Value, store: ExpertStore) -> ExpertLayer:
+    number = value.whole()
+    if number not in store.layers:
+        value.refuse(f"{number} has no experts")
+    return store.layers[number]
+
+
+def _number(text: str, where: Value) -> Value:
+    """A key of a JSON object as a number; only the plain spelling, so that two keys never mean one layer."""
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9 or str(int(text)) != text:
+        where.refuse(f"has the key {text[:40]!a}, which is no layer")
+    return Value(int(text), f"{where.path}.{text}")
+
+
+def _expert(item: Value, layer: ExpertLayer) -> int:
+    # Old coordinators may list experts as texts: they read them out of JSON keys.
+    json = item.json
+    found = int(json) if isinstance(json, str) and json.isascii() and json.isdecimal() and len(json) < 10 else json
+    return Value(found, item.path).whole(0, layer.num_experts - 1)
+
+
+def _pairs(value: Value, rows: int, num_experts: int) -> npt.NDArray[np.int64]:
+    pairs: Sequence[object] = value.array()
+    if any(type(pair) is not list or len(pair) != 2 for pair in pairs):
+        value.refuse("must hold pairs of a row and an expert")
+    numbers = [number for pair in pairs if isinstance(pair, list) for number in pair]
+    if any(type(number) is not int for number in numbers):
+        value.refuse("must hold whole numbers only")
+    flat = Value(numbers, value.path).wholes()
+    found = np.array(flat, np.int64).reshape(-1, 2)
+    for column, limit, name in ((0, rows, "rows"), (1, num_experts, "experts")):
+        if len(found) and int(found[:, column].max()) >= limit:
+            value.refuse(f"has a number outside the {limit} {name}")
+    return found
