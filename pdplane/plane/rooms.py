@@ -11,7 +11,8 @@ import attrs
 
 from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, RoomFailed
 from pdplane.ids import MAX_ROOM, FieldId, GroupId, Room, SessionId
-from pdplane.kv.copies import Copies, plan_copies
+from pdplane.kv.copies import Copies, plan_block_copies
+from pdplane.kv.layerwise import chunk_blocks
 from pdplane.kv.layout import Layout
 from pdplane.machine.actions import Delivered, Destination
 
@@ -89,17 +90,29 @@ class PrefillRoom:
         """Block until decode's offer is whole; RoomFailed when the room ends first or the time is over."""
         return _wait(self.window, self.room, timeout_s, "decode's offer")
 
-    def push(self, source_blocks: Mapping[GroupId, Sequence[int]], steps: range | None = None) -> None:
+    def push(
+        self,
+        source_blocks: Mapping[GroupId, Sequence[int]],
+        steps: range | None = None,
+        chunk: range | None = None,
+    ) -> None:
         """Send these blocks' fields of the given layout steps (all of them by default); returns at once.
 
-        `source_blocks` are this arena's ids for the window's slots, in slot order. They must not change before
-        `released`. A push that fails fails the room.
+        `source_blocks` are this arena's ids for all of the window's slots, in slot order. Those that are sent must not
+        change before `released`. With `chunk` only the blocks that these tokens of the prompt complete are sent;
+        chunks follow each other without a gap, the first one begins at the window's `prefix_len` or before it. A push
+        that fails fails the room.
         """
         window = self._offered()
         fields = None if steps is None else _fields_of(self._layout, steps)
         copies = {
-            destination.session: plan_copies(
-                destination.route, self._layout, source_blocks, destination.layout, destination.manifest, fields
+            destination.session: plan_block_copies(
+                destination.route,
+                self._layout,
+                _completed(self._layout, source_blocks, window, chunk),
+                destination.layout,
+                _completed(destination.layout, destination.manifest.blocks(), window, chunk),
+                fields,
             )
             for destination in window.destinations
         }
@@ -163,6 +176,12 @@ class DecodeRoom:
     def end(self, error: PdplaneError) -> None:
         """For the plane: fail whatever still waits."""
         fail(self.done, error)
+
+
+def _completed(
+    layout: Layout, blocks: Mapping[GroupId, Sequence[int]], window: RoomWindow, chunk: range | None
+) -> Mapping[GroupId, Sequence[int]]:
+    return blocks if chunk is None else chunk_blocks(layout, blocks, window.prefix_len, window.prompt_len, chunk)
 
 
 def _fields_of(layout: Layout, steps: range) -> frozenset[FieldId]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -10,6 +11,7 @@ import numpy as np
 from pdplane.errors import ConfigError
 from pdplane.ids import GroupId, Room
 from pdplane.kv.arena import Arena
+from pdplane.kv.layerwise import chunk_positions
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import blocks_needed, logical_slots
 from pdplane.kv.pool import Pool
@@ -134,19 +136,25 @@ class _PrefillRun:
             return
         started = time.monotonic()
         offered = _suffix(layout, blocks, window, prompt_len)
-        for steps in _intervals(layout, self._options):
-            self._write_pages(blocks, steps)
-            self._handle.push(offered, steps)
+        for chunk in _chunks(self._options, window):
+            for steps in _intervals(layout, self._options):
+                self._write_pages(offered, window, steps, chunk)
+                self._handle.push(offered, steps, chunk)
         self._events("forward_done", room=self.room, seconds=round(time.monotonic() - started, 6))
         self._handle.finish(self._options.token, None, self._options.spec)
 
-    def _write_pages(self, blocks: dict[GroupId, tuple[int, ...]], steps: range) -> None:
+    def _write_pages(
+        self, offered: Mapping[GroupId, Sequence[int]], window: RoomWindow, steps: range, chunk: range
+    ) -> None:
+        """Only what the chunk completes: a page that was sent too early would arrive empty."""
         layout, options = self._layout, self._options
         for field_id in (name for step in steps for name in layout.steps[step]):
-            group_id = layout.field(field_id).group_id
-            slots = logical_slots(layout.spec(group_id), 0, options.prompt_len)
-            offsets = layout.page_offsets(field_id, np.asarray(blocks[group_id], np.uint64))
-            for slot, offset in zip(slots, offsets.tolist(), strict=True):
+            spec = layout.spec(layout.field(field_id).group_id)
+            slots = logical_slots(spec, window.prefix_len, window.prompt_len)
+            part = chunk_positions(spec, window.prefix_len, window.prompt_len, chunk)
+            ids = np.asarray(offered[spec.group_id][part.start : part.stop], np.uint64)
+            offsets = layout.page_offsets(field_id, ids)
+            for slot, offset in zip(slots[part.start : part.stop], offsets.tolist(), strict=True):
                 page = bench_page(layout, field_id, self.room, slot, options.tp_size, options.tp_rank)
                 self._arena.bytes[offset : offset + len(page)] = page
 
@@ -161,6 +169,19 @@ def _suffix(
         ours = logical_slots(spec, 0, prompt_len)
         found[group_id] = ids[logical_slots(spec, window.prefix_len, prompt_len).start - ours.start :]
     return found
+
+
+def _chunks(options: InteropOptions, window: RoomWindow) -> Iterator[range]:
+    """The prompt in the pieces that are pushed apart; what our cache held before the first one belongs to it.
+
+    An idle rank has none: nobody has told it a window.
+    """
+    if not window.destinations:
+        return
+    size = options.chunk if options.layerwise_interval > 0 else 0
+    starts = list(range(options.chunk_start, window.prompt_len, size or window.prompt_len)) or [0]
+    for start, end in itertools.pairwise([min(starts[0], window.prefix_len), *starts[1:], window.prompt_len]):
+        yield range(start, end)
 
 
 def _intervals(layout: Layout, options: InteropOptions) -> Iterator[range]:

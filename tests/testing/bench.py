@@ -6,6 +6,7 @@ import json
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from typing import Any, Self
@@ -45,10 +46,11 @@ class Peer:
     """One running peer; `end` waits for it, leaving the `with` kills it if it still runs."""
 
     def __init__(self, role: str, *words: str) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the peer)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pdplane.testing.interop_peer", role, *words],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
         )
         self._lines: list[str] = []
@@ -59,25 +61,32 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._errors.close()
 
     def hear(self, event: str) -> dict[str, Any]:
         """Read on until this event; an error when the peer ends first."""
         assert self._process.stdout is not None
-        for line in self._process.stdout:
+        while line := self._process.stdout.readline():
             self._lines.append(line)
             found: dict[str, Any] = json.loads(line)
             if found["event"] == event:
                 return found
-        raise AssertionError(f"no {event}: {self._lines} {self._process.communicate()[1]}")
+        raise AssertionError(f"no {event}: {self._lines} {self._said_wrong()}")
 
     def terminate(self) -> None:
         self._process.terminate()
 
     def end(self) -> Said:
-        out, errors = self._process.communicate(timeout=PATIENCE_S)
-        events = tuple(json.loads(line) for line in [*self._lines, *out.splitlines()])
-        return Said(self._process.returncode, events, errors)
+        assert self._process.stdout is not None
+        self._lines += self._process.stdout.readlines()
+        return Said(self._process.wait(PATIENCE_S), tuple(map(json.loads, self._lines)), self._said_wrong())
+
+    def _said_wrong(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
 
 
 class ThreadedPeer:

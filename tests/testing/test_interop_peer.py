@@ -89,6 +89,16 @@ def test_layers_travel_in_steps(words: list[str]) -> None:
     _all_good(*pair(1, 1, *both, prefill=["--layerwise-interval", *words]))
 
 
+@pytest.mark.parametrize("layout", ["full_attention", "state_hybrid", "swa_hybrid", "compressed"])
+@pytest.mark.parametrize("words", [["7"], ["16", "--chunk-start", "8"]], ids=" ".join)
+def test_chunks_travel_as_they_are_complete(layout: str, words: list[str]) -> None:
+    both = ["--layout", layout, "--prompt-len", "43", "--rooms", "1,2"]
+    decode = ["--prefix-len", "16"]
+    chunks = ["--layerwise-interval", "1", "--chunk", *words]
+    _all_good(*pair(2, 1, *both, prefill=chunks, decode=decode), (1, 2))
+    _all_good(*pair(1, 1, *both, prefill=chunks), (1, 2))
+
+
 def test_an_aborted_room_fails_on_both_sides() -> None:
     (prefill,), (decode,) = pair(1, 1, "--expect", "failed", prefill=["--abort", "1"])
     assert (prefill.exit_code, decode.exit_code) == (0, 0)
