@@ -1,0 +1,186 @@
+"""A client that leaves, at each arrow of the flow and in bursts: every count returns to its start. S02, S37."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+
+import pytest
+
+from pdplane.errors import PoolExhausted, RoomFailed
+from pdplane.ids import Endpoint, new_room
+from pdplane.testing.toy_model import ToyOptions
+from tests.node.conftest import Daemons, call, idle, prompt
+from tests.waiting import PATIENCE_S, until
+
+TIGHT = ToyOptions(num_lcm_blocks=4)  # eight blocks of four tokens
+LARGE, SMALL = 32, 4
+
+
+def test_decode_leaves_during_its_look_up(daemons: Daemons) -> None:
+    decode = daemons.decode(bootstrap_timeout_s=60)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        running = call(None, decode, prompt(1), at=Endpoint(*silent.getsockname()))
+        assert decode.node.statistics()["blocks"]["used_blocks"] > 0
+        running.cancel()
+        assert running.causes() == {"the client left"}
+        assert decode.node.statistics()["blocks"]["used_blocks"] == 0
+
+
+def test_decode_leaves_while_it_stands_in_line(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair(TIGHT)
+    prefill.hold.clear()
+    first = call(prefill, decode, prompt(1, LARGE))
+    second, third = call(prefill, decode, prompt(2, LARGE)), call(prefill, decode, prompt(3, SMALL))
+    assert decode.node.statistics()["blocks"]["waiting"] == 2
+    second.cancel()
+    assert second.causes() == {"the client left"}
+    assert decode.node.statistics()["blocks"]["waiting"] == 1
+    prefill.hold.set()
+    assert first.is_right(TIGHT)
+    assert third.is_right(TIGHT)
+    until(lambda: idle(prefill, decode))
+
+
+def test_decode_leaves_while_its_offer_waits(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair()
+    room = new_room()
+    running = call(None, decode, prompt(1), at=prefill.rendezvous, room=room)
+    until(lambda: prefill.node.statistics()["rooms"] == {"early": 1})
+    running.cancel()
+    assert running.causes() == {"the client left"}
+    until(lambda: idle(prefill, decode))
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_one_leg_leaves_while_prefill_computes(daemons: Daemons, side: str) -> None:
+    prefill, decode = daemons.pair()
+    prefill.hold.clear()
+    running = call(prefill, decode, prompt(1, 40))
+    until(lambda: prefill.node.statistics()["blocks"]["used_blocks"] > 0)
+    leg = running.decode if side == "decode" else running.prefill
+    assert leg is not None
+    leg.cancel("the client left")
+    assert all("the client left" in cause for cause in running.causes())
+    until(lambda: idle(prefill, decode))  # with the engine still held: a waiting job ends at once
+    prefill.hold.set()
+    assert call(prefill, decode, prompt(2)).is_right(daemons.options)
+
+
+def test_decode_leaves_while_it_generates(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair()
+    decode.hold.clear()
+    running = call(prefill, decode, prompt(1), max_tokens=1000)
+    assert running.prefill is not None
+    running.prefill.done.result(PATIENCE_S)
+    until(lambda: decode.node.statistics()["totals"] == {"ready": 1})
+    assert running.decode is not None
+    running.decode.cancel("the client left")
+    with pytest.raises(RoomFailed, match="the client left"):
+        running.decode.done.result(PATIENCE_S)
+    until(lambda: idle(prefill, decode))
+
+
+def test_prefill_leaves_before_decode_came(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair()
+    room = new_room()
+    call(prefill, None, prompt(1), room=room).cancel()
+    late = call(None, decode, prompt(1), at=prefill.rendezvous, room=room)
+    assert late.causes() == {"prefill: the client left"}
+    until(lambda: idle(prefill, decode))
+
+
+def test_a_leg_whose_other_half_never_comes_holds_no_blocks_and_expires(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair(bootstrap_timeout_s=1)
+    alone = call(prefill, None, prompt(1))
+    waiting = call(None, decode, prompt(2), at=prefill.rendezvous)
+    until(lambda: len(prefill.node.statistics()["rooms"]) == 2)
+    assert prefill.node.statistics()["blocks"]["used_blocks"] == 0
+    assert "not every decode rank offered" in alone.causes().pop()
+    assert "no request came" in waiting.causes().pop()
+    until(lambda: idle(prefill, decode))
+
+
+def test_cancelling_after_the_end_is_harmless(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair()
+    running = call(prefill, decode, prompt(1))
+    assert running.is_right(daemons.options)
+    running.cancel()
+    running.cancel()
+    assert call(prefill, decode, prompt(2)).is_right(daemons.options)
+
+
+def test_bursts_of_cancels_leave_nothing_behind(daemons: Daemons) -> None:
+    options = ToyOptions(num_lcm_blocks=40)
+    prefill, decode = daemons.pair(options, bootstrap_timeout_s=1)
+    threads = threading.active_count()
+    source = random.Random(2)
+    for _burst in range(2):
+        calls = [call(prefill, decode, prompt(seed), max_tokens=50) for seed in range(100)]
+        calls[0].finish()
+        source.shuffle(calls)
+        for number, running in enumerate(calls):
+            leg = (running.decode, running.prefill)[number % 2]
+            assert leg is not None
+            if number % 3:
+                leg.cancel("the client left")
+            else:
+                running.cancel()
+        for running in calls:
+            for done in (running.decode, running.prefill):
+                assert done is not None
+                assert isinstance(done.done.exception(PATIENCE_S), RoomFailed | None)
+    assert call(prefill, decode, prompt(1)).is_right(options)
+    until(lambda: idle(prefill, decode), "every count's start value")
+    assert threading.active_count() <= threads + 2  # the data connection's two ends
+
+
+# ---- blocks that are wanted by too many: S41, S42
+
+
+def test_opposite_orders_on_the_two_sides_do_not_lock_up(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair(TIGHT)
+    for seed in range(20):
+        rooms = [new_room(), new_room()]
+        tokens = [prompt(2 * seed, LARGE), prompt(2 * seed + 1, LARGE)]
+        work = [call(prefill, None, tokens[n], room=rooms[n]) for n in (0, 1)]
+        waiting = [call(None, decode, tokens[n], room=rooms[n], at=prefill.rendezvous) for n in (1, 0)]
+        for running in (*waiting, *work):
+            for leg in (running.decode, running.prefill):
+                if leg is not None:
+                    leg.done.result(PATIENCE_S)
+        assert all(running.is_right(TIGHT) for running in waiting)
+
+
+def test_a_prompt_of_the_whole_pool_is_served_among_small_ones(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair(TIGHT)
+    calls = [call(prefill, decode, prompt(seed, LARGE if seed % 5 == 2 else SMALL)) for seed in range(30)]
+    assert all(running.is_right(TIGHT) for running in calls)
+    until(lambda: idle(prefill, decode))
+
+
+def test_a_line_that_does_not_move_ends(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair(TIGHT, bootstrap_timeout_s=1)
+    prefill.hold.clear()
+    first = call(prefill, decode, prompt(1, LARGE))
+    second = call(None, decode, prompt(2, LARGE), at=prefill.rendezvous)
+    assert second.decode is not None
+    with pytest.raises(PoolExhausted):
+        second.decode.done.result(PATIENCE_S)
+    prefill.hold.set()
+    assert first.is_right(TIGHT)
+
+
+def test_a_line_that_is_full_takes_no_more(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair(TIGHT)
+    prefill.hold.clear()
+    first = call(prefill, decode, prompt(1, LARGE))
+    waiting = [call(None, decode, prompt(2, SMALL), at=prefill.rendezvous) for _ in range(256)]
+    with pytest.raises(PoolExhausted):
+        call(None, decode, prompt(2, SMALL), at=prefill.rendezvous)
+    for running in waiting:
+        running.cancel()
+    prefill.hold.set()
+    assert first.is_right(TIGHT)
+    until(lambda: idle(prefill, decode))
