@@ -39,6 +39,17 @@ def open_context() -> Context:
     return context
 
 
+def bind_socket(bound: zmq.Socket[bytes], listen: Endpoint, name: str) -> Endpoint:
+    """Bind and give the real address; ConfigError names one that cannot be bound."""
+    try:
+        bound.bind(listen.url("tcp"))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{name}: cannot bind {listen}: {zmq.strerror(error.errno or 0)}") from error
+    last = bound.getsockopt(zmq.LAST_ENDPOINT)
+    port = Endpoint.parse(last.decode("ascii").rstrip("\0").removeprefix("tcp://")).port  # type: ignore[union-attr]
+    return Endpoint(listen.host, port)  # libzmq spells an IPv4 address in IPv6
+
+
 class RouterChannel:
     """A prefill rank's end: hears every decode rank, answers each by the identity of its connection."""
 
@@ -57,17 +68,13 @@ class RouterChannel:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._curve is not None:
             self._curve.serve(self._socket)
-        try:
-            self._socket.bind(listen.url("tcp"))
-        except zmq.ZMQError as error:
-            reason = zmq.strerror(error.errno or 0)
-            raise ConfigError(f"control port: cannot bind {listen}: {reason}") from error
-        bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        port = Endpoint.parse(bound.decode("ascii").rstrip("\0").removeprefix("tcp://")).port  # type: ignore[union-attr]
-        return Endpoint(listen.host, port)  # libzmq spells an IPv4 address in IPv6
+        return bind_socket(self._socket, listen, "control port")
 
     def receive(self) -> list[events.PrefillEvent]:
         identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        if events.is_legacy(identity):  # a name that only we give, to peers without a connection of their own
+            self._rejected["reserved_identity"] += 1
+            return []
         try:
             return [self._read(identity, frames)]
         except WireError as wrong:
@@ -94,11 +101,12 @@ class RouterChannel:
         if wire.is_notice(frames):
             return events.NoticeReceived(identity, wire.decode_notice(frames))
         if wire.is_registration(frames):
-            return _read_registration(identity, frames)
-        return _read_preallocation(identity, frames)
+            return read_registration(identity, frames)
+        return read_preallocation(identity, frames)
 
 
-def _read_registration(identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
+def read_registration(identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
+    """A registration as the machine's event, rejected or not."""
     try:
         registration = wire.decode_registration(frames)
         layout = wire.decode_layout(registration.layout)
@@ -111,7 +119,8 @@ def _read_registration(identity: bytes, frames: Sequence[bytes]) -> events.Prefi
     return events.RegistrationReceived(identity, registration, layout)
 
 
-def _read_preallocation(identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
+def read_preallocation(identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
+    """A pre-allocation as the machine's event; WireError when room or session cannot be read."""
     offer = wire.decode_preallocation(frames)  # without room and session there is nobody to answer for
     try:
         manifest = wire.decode_manifest(offer.manifest) if offer.manifest else None

@@ -45,10 +45,14 @@ class Send:
 
 @attrs.frozen
 class OpenData:
-    """Connect to the session's data address and tell which decode life answers there."""
+    """Connect to the session's data address and tell which decode life answers there.
+
+    `arena_base` is the address that its registration named, for transports that write to addresses.
+    """
 
     session: SessionId
     life: Life
+    arena_base: int = attrs.field(default=0, eq=False)
 
 
 @attrs.frozen
@@ -91,6 +95,7 @@ class Push:
     generation: Generation
     push: int
     copies: Copies
+    arena_base: int = 0
 
 
 @attrs.frozen

@@ -16,6 +16,18 @@ from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest
 from pdplane.messages import Notice, Registration, Route, Status
 
+_LEGACY = b"legacy "
+
+
+def legacy_identity(route: Route) -> bytes:
+    """The identity of a decode rank without a connection that we could answer on: its way back and its session."""
+    return _LEGACY + f"{route.host} {route.port} {route.session}".encode("ascii")
+
+
+def is_legacy(identity: bytes) -> bool:
+    """Whether the peer is known by a way back that anybody may name, and never says that it still lives."""
+    return identity.startswith(_LEGACY)
+
 
 @attrs.frozen
 class Tick:

@@ -67,7 +67,8 @@ def merge(ended: Mapping[Peer, Generation], *uses: Use) -> dict[Peer, Generation
 class Graveyard:
     """Ended rooms, for a limited time and in a limited number; the oldest go first.
 
-    Tombstones all stand for the same time, so their order is the order of their ends.
+    Most tombstones stand for the same time, so their order is the order of their ends; those behind one that
+    stands longer are over in time, but forgotten a little later.
     """
 
     capacity: int = 65536
@@ -84,7 +85,8 @@ class Graveyard:
 
     def find(self, room: Room, now: float) -> Tombstone | None:
         self.expire(now)
-        return self._stones.get(room)
+        stone = self._stones.get(room)
+        return stone if stone is not None and stone.until > now else None
 
     def take(self, room: Room, now: float) -> Mapping[Peer, Generation]:
         """Open the number for a new use; gives what of the old ones is over for peers that count generations."""

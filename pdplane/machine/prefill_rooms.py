@@ -16,6 +16,7 @@ from pdplane.errors import RoomFailed
 from pdplane.ids import Generation, Rank, Room, SessionId
 from pdplane.kv.copies import Copies
 from pdplane.machine.actions import CancelPush, Fail, Push, Release, Send, Succeed, Windowed
+from pdplane.machine.events import is_legacy
 from pdplane.machine.graveyard import Graveyard, Tombstone, merge
 from pdplane.machine.prefill_room import Offered, PrefillRoom
 from pdplane.machine.room import PrefillMove, PrefillState
@@ -96,7 +97,9 @@ class PrefillRooms:
         offer, number = room.offers[session_id], next(self._numbers) % _PUSHES
         room.pushes.add(number)
         self._pushing[number] = room
-        turn.add(Push(session_id, offer.session.life, room.room, offer.generation, number, copies))
+        session = offer.session
+        base = session.registration.arena_base
+        turn.add(Push(session_id, session.life, room.room, offer.generation, number, copies, base))
 
     def push_ended(self, turn: PrefillTurn, push: int, cause: str | None) -> None:
         room = self._pushing.pop(push, None)
@@ -186,7 +189,8 @@ class PrefillRooms:
             ended=merge(room.ended, *uses),
             members=frozenset(use.peer for use in uses),
         )
-        if stone.is_raw:  # its late words look like those of a new use: none may begin while they can come
+        if any(is_legacy(offer.session.identity) for offer in room.offers.values()):
+            # Its late words look like those of a new use: none may begin while they can come.
             stone = attrs.evolve(stone, until=turn.now + self._settings.bootstrap_timeout_s)
         self._graveyard.bury(room.room, stone)
 

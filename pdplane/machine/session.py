@@ -2,7 +2,9 @@
 
 Who owns a session is whoever answers at its address: a native peer is bound only after the data
 connection to the session's address was greeted by the life that the peer's `hello` named.
-A peer without `hello` (a raw or legacy one) is bound at once, but never over another owner.
+A peer without `hello` (a raw or legacy one) is bound at once, but never over another owner. On the legacy channel
+anybody can name any session: a registration that contradicts the one in force ends both, as legacy_peer.md
+section 3 has it, until a good one comes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from pdplane.kv.compat import compare_layouts
 from pdplane.kv.layout import Layout
 from pdplane.kv.routes import RankRoute, plan_route
 from pdplane.machine.actions import CloseData, OpenData, PrefillAction, Send
-from pdplane.machine.events import DataConnected, DataLost, RegistrationReceived, RegistrationRejected
+from pdplane.machine.events import (
+    DataConnected,
+    DataLost,
+    RegistrationReceived,
+    RegistrationRejected,
+    is_legacy,
+)
 from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.timers import Timers
 from pdplane.machine.turn import Turn
@@ -72,6 +80,11 @@ class Session:
     def id(self) -> SessionId:
         return self.registration.session
 
+    def repeats(self, event: RegistrationReceived) -> bool:
+        """Whether the same is registered again, however its layout is spelt."""
+        again = attrs.evolve(event.registration, layout=self.registration.layout)
+        return again == self.registration and event.layout == self.layout
+
 
 class Sessions:
     """Every connection and session of one prefill rank."""
@@ -85,6 +98,7 @@ class Sessions:
         self._bound: dict[SessionId, Session] = {}
         self._checking: dict[tuple[SessionId, Life], Session] = {}
         self._timers: Timers[bytes] = Timers()
+        self._evicted: list[Session] = []
 
     # ---- questions
 
@@ -118,7 +132,7 @@ class Sessions:
             peer = self._peers[identity] = Peer(identity, turn.now)
         peer.native = peer.native or native
         peer.heard = turn.now
-        if identity not in self._timers:
+        if identity not in self._timers and not is_legacy(identity):  # those register once and say nothing more
             self._timers.set(identity, turn.now + self._patience(peer))
         return peer
 
@@ -150,12 +164,15 @@ class Sessions:
         known = self.owner(event.identity, event.registration.session)
         if peer is None:
             return []
-        if known is not None and known.registration == event.registration and known.life == peer.life:
+        if known is not None and known.repeats(event) and known.life == peer.life:
             self._welcome(turn, known)
             return []
-        session = self._candidate(turn, peer, event)
+        gone = self._contradicted(turn, event.identity, event.registration.session)
+        if gone:
+            self._refuse(turn, peer, gone[0].id, "registration", "the one in force", "another one")
+        session = None if gone else self._candidate(turn, peer, event)
         if session is None:
-            return []
+            return gone
         if self._is_taken(session):
             self._refuse(turn, peer, session.id, "session", "owned by another peer", session.id)
             return []
@@ -179,7 +196,7 @@ class Sessions:
         peer.session = session.id
         asked, self._checking[key] = key in self._checking, session
         if not asked:
-            turn.add(OpenData(*key))
+            turn.add(OpenData(*key, session.registration.arena_base))
 
     def _drop_checks(self, turn: PrefillTurn, identity: bytes, but: tuple[SessionId, Life] | None = None) -> None:
         for key in [key for key, session in self._checking.items() if session.identity == identity and key != but]:
@@ -187,11 +204,24 @@ class Sessions:
             if (bound := self._bound.get(key[0])) is None or bound.life != key[1]:
                 turn.add(CloseData(*key))
 
-    def reject(self, turn: PrefillTurn, event: RegistrationRejected) -> None:
+    def reject(self, turn: PrefillTurn, event: RegistrationRejected) -> list[Session]:
+        """Refuse what cannot be read; gives the session that a legacy peer lost by it."""
         peer = self.hear(turn, event.identity)
         self._rejected["registration"] += 1
-        if peer is not None and peer.native and event.route is not None:
-            turn.add(Send(peer.identity, Refused(event.route.session, event.field, "valid", event.reason)))
+        if peer is None or event.route is None:
+            return []
+        self._tell_refused(turn, peer, Refused(event.route.session, event.field, "valid", event.reason))
+        return self._contradicted(turn, event.identity, event.route.session)
+
+    def _contradicted(self, turn: PrefillTurn, identity: bytes, session_id: SessionId) -> list[Session]:
+        """End a legacy peer's session that another registration of the legacy channel names."""
+        bound = self._bound.get(session_id)
+        if bound is None or not is_legacy(identity) or not is_legacy(bound.identity):
+            return []
+        del self._bound[session_id]
+        self._peers[bound.identity].session = None
+        turn.add(CloseData(bound.id, bound.life))
+        return [bound]
 
     def connected(self, turn: PrefillTurn, event: DataConnected) -> list[Session]:
         """Whoever answers at the address owns the session; gives the sessions that it replaced."""
@@ -209,8 +239,8 @@ class Sessions:
     def _reconnected(self, turn: PrefillTurn, event: DataConnected) -> list[Session]:
         """A push opened the connection again: if another life answers now, the bound one is gone."""
         bound = self._bound.get(event.session)
-        if bound is None or bound.life != event.life or event.decode_life == event.life:
-            return []
+        if bound is None or not bound.life or bound.life != event.life or event.decode_life == event.life:
+            return []  # nobody can say which life a peer without `hello` has
         return self.lose(turn, bound.identity)
 
     def data_lost(self, turn: PrefillTurn, event: DataLost) -> None:
@@ -234,8 +264,8 @@ class Sessions:
         return gone
 
     def silent(self, turn: PrefillTurn) -> list[Session]:
-        """Lose every connection that said nothing for too long."""
-        gone: list[Session] = []
+        """Lose every connection that said nothing for too long; gives those that had to make place, too."""
+        gone, self._evicted = self._evicted, []
         for identity in list(self._timers.due(turn.now)):
             peer = self._peers[identity]
             until = peer.heard + self._patience(peer)
@@ -246,10 +276,11 @@ class Sessions:
         return gone
 
     def _evict(self, turn: PrefillTurn) -> bool:
-        """Make place by forgetting the connection without a session that was silent for longest."""
-        idle = [peer for peer in self._peers.values() if peer.session is None]
+        """Make place by forgetting the peer that was silent for longest: one without a session, else a legacy one."""
+        peers = self._peers.values()
+        idle = [peer for peer in peers if peer.session is None] or [peer for peer in peers if is_legacy(peer.identity)]
         if idle:
-            self.lose(turn, min(idle, key=lambda peer: peer.heard).identity)
+            self._evicted += self.lose(turn, min(idle, key=lambda peer: peer.heard).identity)
         return bool(idle)
 
     def _patience(self, peer: Peer) -> float:
@@ -288,8 +319,11 @@ class Sessions:
         self._rejected["registration"] += 1
         if self.owner(peer.identity, peer.session or session) is None:
             peer.session = None
-        if peer.native:
-            turn.add(Send(peer.identity, Refused(session, field, ours, theirs)))
+        self._tell_refused(turn, peer, Refused(session, field, ours, theirs))
+
+    def _tell_refused(self, turn: PrefillTurn, peer: Peer, refused: Refused) -> None:
+        if peer.native or is_legacy(peer.identity):  # what a legacy peer cannot be told, its channel logs
+            turn.add(Send(peer.identity, refused))
 
     def _bind(self, turn: PrefillTurn, session: Session) -> list[Session]:
         peer = self._peers[session.identity]
