@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 
 import attrs
@@ -11,6 +12,8 @@ from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
 from pdplane.security import Secret
 from pdplane.transport.options import TransportOptions
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_BOOTSTRAP_PORT = 8998
 _WILDCARDS = ("0.0.0.0", "::")
@@ -26,6 +29,10 @@ class PlaneConfig:
 
     `advertise_host` is the address that peers are told; it defaults to `host`. Port 0 takes a free one. Ended rooms
     are remembered for `tombstone_s`, so that late messages are told apart from unknown ones.
+
+    `legacy` opens the channel for peers of the older generation too. None does so unless something stands against
+    it (`legacy_obstacle`); True is a ConfigError then, but for a secret, which those peers cannot prove. They are fed
+    and feed by `legacy_transport`, by default the same as `transport`.
     Raises ConfigError.
     """
 
@@ -40,15 +47,12 @@ class PlaneConfig:
     tombstone_s: float = 10.0
     transport: str = "tcp"
     transport_options: TransportOptions = attrs.field(factory=TransportOptions)
+    legacy: bool | None = None
+    legacy_transport: str | None = None
     record_events: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if not self.host:
-            raise ConfigError("host is empty")
-        if self.host in _WILDCARDS and self.advertise_host is None:
-            raise ConfigError(
-                f"host {self.host} is every interface: say which address peers can reach (advertise_host)"
-            )
+        self._check_addresses()
         if not 0 <= self.tp_rank < self.tp_size:
             raise ConfigError(f"tp_rank {self.tp_rank} is outside 0..{self.tp_size - 1}")
         for name in ("bootstrap_timeout_s", "waiting_timeout_s"):
@@ -58,16 +62,50 @@ class PlaneConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above zero")
 
+    def _check_addresses(self) -> None:
+        if not self.host:
+            raise ConfigError("host is empty")
+        if self.host in _WILDCARDS and self.advertise_host is None:
+            raise ConfigError(
+                f"host {self.host} is every interface: say which address peers can reach (advertise_host)"
+            )
+        if self.legacy and (obstacle := self._unreachable):
+            raise ConfigError(f"no legacy peers: {obstacle}")
+
     @property
     def advertised(self) -> str:
         return self.advertise_host or self.host
 
+    @property
+    def speaks_legacy(self) -> bool:
+        """Whether the legacy channel is open."""
+        return bool(self.legacy) or (self.legacy is None and self.legacy_obstacle is None)
+
+    @property
+    def legacy_obstacle(self) -> str | None:
+        """Why the legacy channel stays closed unless it is asked for; None when nothing stands against it."""
+        if self.secret is not None:
+            return "they cannot prove that they know the secret"
+        return self._unreachable
+
+    @property
+    def _unreachable(self) -> str | None:
+        if ":" in self.advertised:
+            return f"they cannot reach the IPv6 address {self.advertised}: advertise an IPv4 address or a name"
+        if ":" in self.host and self.host != "::":
+            return f"they cannot reach a socket on the IPv6 address {self.host}: listen on :: or on an IPv4 address"
+        return None
+
 
 @attrs.frozen(kw_only=True)
 class PrefillConfig(PlaneConfig):
-    """A prefill rank. `rendezvous` names another rank's; without it this rank serves one at `bootstrap_port`."""
+    """A prefill rank. `rendezvous` names another rank's; without it this rank serves one at `bootstrap_port`.
+
+    `legacy_port` is where legacy decode ranks push to.
+    """
 
     control_port: int = 0
+    legacy_port: int = 0
     bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
     rendezvous: Endpoint | None = None
     dp_size: int = 1
@@ -80,6 +118,17 @@ class DecodeConfig(PlaneConfig):
     """A decode rank; `data_port` is where prefill ranks connect to push."""
 
     data_port: int = 0
+
+
+def log_legacy(config: PlaneConfig, others: str) -> None:
+    """Say in the log what the operator may not expect of the legacy channel."""
+    if config.speaks_legacy and config.secret is not None:
+        logger.warning(
+            "legacy %s ranks are heard without any proof of the secret: whoever reaches this port may pose as one",
+            others,
+        )
+    elif not config.speaks_legacy and config.legacy is None:
+        logger.info("legacy %s ranks are not heard: %s", others, config.legacy_obstacle)
 
 
 def is_loopback(host: str) -> bool:

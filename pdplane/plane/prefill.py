@@ -13,6 +13,7 @@ from pdplane import wire
 from pdplane.control.channel import Context, RouterChannel, open_context
 from pdplane.control.curve import Curve, Gatekeeper
 from pdplane.control.http_thread import HttpThread
+from pdplane.control.legacy import LegacyPrefillChannel
 from pdplane.control.lookup import Announcement, Announcer
 from pdplane.control.reactor import Reactor
 from pdplane.control.rendezvous import rendezvous_app
@@ -26,7 +27,7 @@ from pdplane.machine.prefill import PrefillMachine
 from pdplane.machine.settings import PrefillSettings
 from pdplane.messages import Fingerprint
 from pdplane.plane import events as told
-from pdplane.plane.config import PrefillConfig
+from pdplane.plane.config import PrefillConfig, log_legacy
 from pdplane.plane.handles import Handles
 from pdplane.plane.rooms import PrefillRoom, RoomWindow, broken, check_room, settle
 from pdplane.plane.senders import Senders
@@ -61,12 +62,14 @@ class PrefillPlane:
         curve = Curve(config.secret) if config.secret else None
         self._gate = Gatekeeper(curve) if curve else None
         self._router = RouterChannel(self._rejected, curve)
+        self._legacy = LegacyPrefillChannel(self._rejected) if config.speaks_legacy else None
         self._context: Context | None = None
         self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
         self._announcer: Announcer | None = None
         self._handles: Handles[PrefillRoom] = Handles(record=config.record_events)
         self._state = "new"
         self.control: Endpoint | None = None
+        self.legacy_control: Endpoint | None = None
         self.rendezvous: Endpoint | None = None
 
     # ---- life
@@ -94,12 +97,13 @@ class PrefillPlane:
         self._state = "closed"
         if self._announcer:
             self._announcer.stop()
-        if self._reactor.alive:
-            self._reactor.post(events.Closing(cause))
-            self._reactor.close()
+        self._reactor.post(events.Closing(cause))
+        self._reactor.close()
         self._senders.close_all()
         self._handles.fail_all(LocalProtocolError(cause))
         self._router.close()
+        if self._legacy:
+            self._legacy.close()
         if self._gate:
             self._gate.close()
         if self._context is not None:
@@ -164,11 +168,11 @@ class PrefillPlane:
     def _perform(self, action: actions.PrefillAction) -> Iterable[events.PrefillEvent]:
         match action:
             case actions.Send():
-                return self._router.send(action)
+                return self._channel_of(action.identity).send(action)
             case actions.Push():
                 return self._senders.push(action)
-            case actions.OpenData(session, life):
-                return self._senders.open(session, life)
+            case actions.OpenData():
+                return self._senders.open(action)
             case actions.CloseData(session, life):
                 self._senders.close(session, life)
             case actions.CancelPush():
@@ -176,6 +180,9 @@ class PrefillPlane:
             case _:
                 self._tell(action)
         return ()
+
+    def _channel_of(self, identity: bytes) -> RouterChannel | LegacyPrefillChannel:
+        return self._legacy if self._legacy is not None and events.is_legacy(identity) else self._router
 
     def _tell(self, action: actions.PrefillAction) -> None:
         assert isinstance(action, actions.Windowed | actions.Succeed | actions.Release | actions.Fail)
@@ -217,6 +224,10 @@ class PrefillPlane:
             self._reactor.watch(self._gate)
         self.control = self._router.bind(context, Endpoint(config.host, config.control_port))
         self._reactor.watch(self._router)
+        if self._legacy:
+            self.legacy_control = self._legacy.bind(context, Endpoint(config.host, config.legacy_port))
+            self._reactor.watch(self._legacy)
+        log_legacy(config, "decode")
         self._http.start()
         self.rendezvous = config.rendezvous or self._serve_rendezvous()
         self._reactor.start()
@@ -224,7 +235,7 @@ class PrefillPlane:
         self._announcer.start()
 
     def _serve_rendezvous(self) -> Endpoint:
-        app = rendezvous_app(secret=self.config.secret)
+        app = rendezvous_app(secret=self.config.secret, open_reads=self.config.speaks_legacy)
         return self._http.serve(app, self.config.host, self.config.bootstrap_port)
 
     def _announcement(self) -> Announcement:
@@ -235,7 +246,7 @@ class PrefillPlane:
             world_size=config.tp_size * config.dp_size,
             dp_size=config.dp_size,
             host=config.advertised,
-            port=control.port,
+            port=(self.legacy_control or control).port,
             router_port=control.port,
             life=self.life,
             layout=wire.encode_layout(self.layout),

@@ -10,10 +10,10 @@ from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint, Life, Rank, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.machine import events
-from pdplane.machine.actions import CancelPush, Push
+from pdplane.machine.actions import CancelPush, OpenData, Push
 from pdplane.plane.config import PrefillConfig
 from pdplane.transport import pushes, reports
-from pdplane.transport.registry import Sender, open_sender
+from pdplane.transport.registry import Sender, is_one_sided, open_sender
 
 
 @attrs.define
@@ -29,17 +29,20 @@ class Senders:
         self, config: PrefillConfig, arena: Arena, life: Life, post: Callable[[events.PrefillEvent], None]
     ) -> None:
         self._config, self._arena, self._life, self._post = config, arena, life, post
+        self._legacy_scheme = config.legacy_transport or config.transport
+        self._one_sided = {scheme: is_one_sided(scheme) for scheme in (config.transport, self._legacy_scheme)}
         self._connections: dict[tuple[SessionId, Life], _Connection] = {}
         self._ending: list[Sender] = []  # told to stop; a slow name look-up may keep a thread for a while
 
     def __len__(self) -> int:
         return len(self._connections)
 
-    def open(self, session: SessionId, life: Life) -> list[events.PrefillEvent]:
+    def open(self, action: OpenData) -> list[events.PrefillEvent]:
         """Connect, to learn who answers at the session's address; the event is the failure to try."""
         self._sweep()
+        session, life = action.session, action.life
         try:
-            self._connect(session, life)
+            self._connect(session, life, action.arena_base)
         except ConfigError as wrong:
             return [events.DataLost(session, life, str(wrong))]
         return []
@@ -49,7 +52,7 @@ class Senders:
         try:
             connection = self._connections.get((push.session, push.life))
             if connection is None or connection.over:
-                connection = self._connect(push.session, push.life)
+                connection = self._connect(push.session, push.life, push.arena_base)
             connection.sender.submit(pushes.Push(push.room, push.generation, push.push, push.copies))
         except (ConfigError, LocalProtocolError) as wrong:
             return [events.PushEnded(push.session, push.room, push.generation, push.push, str(wrong))]
@@ -73,23 +76,27 @@ class Senders:
             sender.close()
         self._ending.clear()
 
-    def _connect(self, session: SessionId, life: Life) -> _Connection:
+    def _connect(self, session: SessionId, life: Life, arena_base: int) -> _Connection:
         self.close(session, life)
         try:
             peer = Endpoint.parse(session)
         except ValueError as wrong:
             raise ConfigError(f"session {session!r} is no data address: {wrong}") from None
         connection: _Connection
+        scheme = self._config.transport if life else self._legacy_scheme
+        # A one-sided transport asks nobody: whose life answers there must be believed.
+        believed = life if self._one_sided[scheme] else None
         sender = open_sender(
-            self._config.transport,
+            scheme,
             peer=peer,
             session=session,
             prefill_rank=Rank(self._config.tp_rank),
             prefill_life=self._life,
             arena=self._arena,
-            report=lambda report: self._hear(connection, life, report),
+            report=lambda report: self._hear(connection, life, believed, report),
             secret=self._config.secret,
             options=self._config.transport_options,
+            target_base=arena_base,
         )
         connection = self._connections[session, life] = _Connection(sender)
         sender.start()
@@ -100,10 +107,10 @@ class Senders:
         for key in [key for key, connection in self._connections.items() if connection.over]:
             self.close(*key)
 
-    def _hear(self, connection: _Connection, life: Life, report: reports.Report) -> None:
+    def _hear(self, connection: _Connection, life: Life, believed: Life | None, report: reports.Report) -> None:
         match report:
             case reports.Connected(session, decode_life):
-                self._post(events.DataConnected(session, life, decode_life))
+                self._post(events.DataConnected(session, life, decode_life if believed is None else believed))
             case reports.Pushed(session, room, generation, push, _):
                 self._post(events.PushEnded(session, room, generation, push, None))
             case reports.PushFailed(session, room, generation, push, cause):
