@@ -98,7 +98,7 @@ class DecodePlane:
         if self._state in ("new", "closed"):
             return
         self._state = "closed"
-        if self._reactor and self._reactor.alive:
+        if self._reactor:
             self._reactor.post(events.Closing(cause))
             self._reactor.close()
         self._receiver.close()

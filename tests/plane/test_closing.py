@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdplane.errors import LocalProtocolError, RoomFailed
+from pdplane.errors import InternalError, LocalProtocolError, RoomFailed
 from pdplane.ids import Endpoint
 from tests.plane.conftest import StartDecode, StartPrefill
 from tests.plane.sides import DecodeSide, Meeting, PrefillSide, meet
@@ -117,3 +117,22 @@ def test_a_callback_may_ask_for_the_counts(pair: tuple[PrefillSide, DecodeSide])
     meeting.waiting.done.add_done_callback(lambda _: counted.append(decode.plane.statistics()))
     meeting.serve()
     until(lambda: len(counted) == 2)
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
+def test_a_bug_of_ours_ends_every_wait_and_leaves_nothing_open(
+    pair: tuple[PrefillSide, DecodeSide], side: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = pair
+    meeting = begun(prefill, decode, "half pushed")
+    reactor: Any = pair[side].plane._reactor
+    reactor.post("no event")
+    broken = (meeting.work, meeting.waiting)[side]
+    with pytest.raises(InternalError, match="ended by a bug"):
+        broken.done.result(PATIENCE_S)
+    assert not pair[side].plane.alive
+    assert "ended by a bug" in caplog.text
+    pair[side].plane.close()
+    survivor = (meeting.waiting, meeting.work)[side]
+    with pytest.raises(RoomFailed):
+        survivor.done.result(PATIENCE_S)
