@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "decode": ("pdplane.cli.decode", "run a daemon that generates the tokens"),
     "generate": ("pdplane.cli.generate", "send a prompt to a pair of daemons and stream the text"),
     "layout": ("pdplane.cli.layout", "print the cache layout that a model's daemons publish"),
+    "inspect": ("pdplane.cli.inspect", "print control messages as a person reads them"),
     "bench": ("pdplane.cli.bench", "measure: how fast blocks move between two processes"),
 }
 
