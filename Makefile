@@ -11,7 +11,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint types check clean
+.PHONY: demo test test-slow lint types check mooncake clean
 
 demo: $(INSTALLED)
 	@$(BIN)/pdplane demo $(ARGS)
@@ -30,6 +30,9 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 check: lint types test
+
+mooncake: $(INSTALLED)  # the extra that only peers of the older generation need; see pyproject.toml
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[mooncake]"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
