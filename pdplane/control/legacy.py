@@ -99,7 +99,10 @@ class LegacyPrefillChannel:
         return bind_socket(self._pull, listen, "legacy control port")
 
     def receive(self) -> list[events.PrefillEvent]:
-        frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        return self.read(self.socket.recv_multipart(zmq.NOBLOCK))
+
+    def read(self, frames: Sequence[bytes]) -> list[events.PrefillEvent]:
+        """The events of one message; what nobody could be told about is dropped with a count."""
         try:
             if wire.is_registration(frames):
                 return [self._registration(frames)]
