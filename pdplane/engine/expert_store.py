@@ -20,8 +20,11 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
+from pdplane.engine.model import TINY, Model, model_folder
+from pdplane.engine.options import Progress, no_progress
 from pdplane.engine.saved_caches import DTYPES
 from pdplane.engine.switch import Quantization, switch_modules
+from pdplane.engine.tiny import build_tiny
 from pdplane.engine.untyped import Network
 from pdplane.engine.views import Numbers, bits_of, carrier
 from pdplane.errors import ConfigError
@@ -95,6 +98,8 @@ class NetworkStore:
         self.num_layers = int(config["num_hidden_layers"])
         self.layers = {layer: _describe(layer, module) for layer, module in self._modules.items()}
         named = f"{config.get('tiny')}:{config.get('seed')}"
+        if not self.layers:
+            raise ConfigError(f"a {self.model_type} has no experts")
         self.identity = _identity(self.model_type, self.layers, [named])
 
     def read(self, layer: int, expert: int) -> Tensors:
@@ -104,6 +109,19 @@ class NetworkStore:
             for name in self.layers[layer].parts
             for projection, part in [name.split(".")]
         }
+
+
+def open_store(name: str, *, seed: int = 0, progress: Progress = no_progress) -> ExpertStore:
+    """The experts of a model by any of its names; the model itself is not loaded. Raises ConfigError."""
+    if name.startswith(TINY):
+        tiny = build_tiny(name.removeprefix(TINY), seed)
+        return NetworkStore(tiny.network, tiny.config)
+    return FileStore(model_folder(name, progress))
+
+
+def store_of(model: Model) -> ExpertStore:
+    """The experts of a loaded model, before anything takes their place in its network. Raises ConfigError."""
+    return NetworkStore(model.network, model.config) if model.path is None else FileStore(model.path)
 
 
 @attrs.frozen

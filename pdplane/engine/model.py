@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,24 +50,40 @@ class Model:
         return None
 
 
-def load_model(name: str, *, seed: int = 0, progress: Progress = no_progress) -> Model:
+Prepare = Callable[[Model], None]
+"""Changes a model's network before its weights are read; called on the MLX thread."""
+
+
+def load_model(name: str, *, seed: int = 0, progress: Progress = no_progress, prepare: Prepare | None = None) -> Model:
     """Load a directory, hub id, `.gguf` file, `smollm2`, `smollm2-f32` or `tiny:FAMILY[-f32|-bf16|-q4]`.
 
-    Raises ConfigError with one line that says what is wrong.
+    `prepare` is called with the model before its weights are read: what it takes out of the network never is. Raises
+    ConfigError with one line that says what is wrong.
     """
     if name.startswith(TINY):
         tiny = build_tiny(name.removeprefix(TINY), seed)
-        return Model(name, tiny.network, tiny.tokenizer, tiny.config, None)
+        model = Model(name, tiny.network, tiny.tokenizer, tiny.config, None)
+        if prepare is not None:
+            prepare(model)
+        return model
+    return _load_folder(name, model_folder(name, progress), progress, prepare)
+
+
+def model_folder(name: str, progress: Progress = no_progress) -> Path:
+    """The folder of a model that is not a tiny one, fetched or converted first where that is needed.
+
+    Raises ConfigError.
+    """
     if name in SMOLLM2:
-        return _load_folder(name, smollm2_folder(progress, SMOLLM2[name]), progress)
+        return smollm2_folder(progress, SMOLLM2[name])
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
-        return _load_folder(name, converted_folder(path, progress), progress)
+        return converted_folder(path, progress)
     if path.is_dir():
-        return _load_folder(name, path, progress)
+        return path
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ConfigError(f"model {name!r} is no directory, .gguf file, hub id (owner/name), smollm2 or tiny:FAMILY")
-    return _load_folder(name, _download(name, progress), progress)
+    return _download(name, progress)
 
 
 def _download(name: str, progress: Progress) -> Path:
@@ -81,15 +97,18 @@ def _download(name: str, progress: Progress) -> Path:
         raise ConfigError(f"cannot download model {name!r} from the hub: {_one_line(error)}") from error
 
 
-def _load_folder(name: str, path: Path, progress: Progress) -> Model:
+def _load_folder(name: str, path: Path, progress: Progress, prepare: Prepare | None) -> Model:
     progress(f"load {name}", 0, 1)
     try:
-        network, wrapper, config = load_folder(path)
+        network, wrapper, config = load_folder(path, lazy=prepare is not None)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, json.JSONDecodeError) as error:
         raise ConfigError(f"cannot load model {name!r} from {path}: {_one_line(error)}") from error
+    model = Model(name, network, Tokenizer(wrapper._tokenizer, wrapper.eos_token_ids), config, path)
+    if prepare is not None:
+        prepare(model)
     mx.eval(network.parameters())
     progress(f"load {name}", 1, 1)
-    return Model(name, network, Tokenizer(wrapper._tokenizer, wrapper.eos_token_ids), config, path)
+    return model
 
 
 def _one_line(error: Exception) -> str:

@@ -47,9 +47,12 @@ def quantise_network(network: Network, *, group_size: int, bits: int) -> None:
     _nn.quantize(network, group_size=group_size, bits=bits)
 
 
-def load_folder(folder: Path) -> tuple[Network, Any, dict[str, Any]]:
-    """mlx-lm's loader: the network, its tokenizer wrapper and the config; raises what it finds wrong."""
-    network, wrapper, config = _load(str(folder), return_config=True)
+def load_folder(folder: Path, *, lazy: bool = False) -> tuple[Network, Any, dict[str, Any]]:
+    """mlx-lm's loader: the network, its tokenizer wrapper and the config; raises what it finds wrong.
+
+    `lazy` leaves the weights in their files until they are first used.
+    """
+    network, wrapper, config = _load(str(folder), return_config=True, lazy=lazy)
     return network, wrapper, config
 
 

@@ -30,16 +30,28 @@ _MAX_ROWS = 1 << 24
 
 @attrs.frozen(eq=False)
 class ExecRequest:
-    """Rows of one layer and the (row, expert) pairs to run."""
+    """Rows of one layer and the (row, expert) pairs to run; `convert` for peers that name no dtype."""
 
     layer: int
     rows: npt.NDArray[np.unsignedinteger]
     row_of: npt.NDArray[np.int64]
     expert_of: npt.NDArray[np.int64]
+    dtype: str
+    convert: bool
 
 
-def read_exec(message: Message, store: ExpertStore, dtype: str, max_reply_bytes: int) -> ExecRequest:
-    """The request of an `exec` message. Raises WireError naming the field."""
+def read_dtype(header: Value) -> str | None:
+    """The dtype that a message names, None when it names none. Raises WireError."""
+    found = header.optional("dtype")
+    if found is not None and (not isinstance(found.json, str) or found.json not in DTYPES):
+        found.refuse(f"must be one of {', '.join(DTYPES)}")
+    return None if found is None else found.text()
+
+
+def read_exec(message: Message, store: ExpertStore, agreed: str | None, max_reply_bytes: int) -> ExecRequest:
+    """The request of an `exec` message; `agreed` is the dtype of the hello. Raises WireError naming the field."""
+    named = read_dtype(message.header) or agreed
+    dtype = named or OLD_DTYPE
     layer = _layer(message.header.member("layer"), store)
     rows = message.header.member("rows").whole(0, _MAX_ROWS)
     width = message.header.member("dim")
@@ -54,7 +66,8 @@ def read_exec(message: Message, store: ExpertStore, dtype: str, max_reply_bytes:
     if len(pairs) * layer.width * bits.itemsize > max_reply_bytes:
         raise WireError("pairs", f"the results of {len(pairs)} pairs do not fit in {max_reply_bytes} bytes")
     data = np.frombuffer(message.payload, bits) if rows else np.empty(0, bits)
-    return ExecRequest(layer.layer, data.reshape(rows, layer.width), pairs[:, 0], pairs[:, 1])
+    data = data.reshape(rows, layer.width)
+    return ExecRequest(layer.layer, data, pairs[:, 0], pairs[:, 1], dtype, named is None)
 
 
 def read_assignments(message: Message, store: ExpertStore, capacity: int) -> tuple[dict[int, list[int]], int]:

@@ -22,7 +22,7 @@ from pdplane.engine.expert_store import ExpertStore
 from pdplane.engine.thread import EngineThread, Job, Turns
 from pdplane.errors import InternalError, WireError
 from pdplane.ids import Endpoint
-from pdplane.workers.exec_request import DTYPES, OLD_DTYPE, read_assignments, read_exec
+from pdplane.workers.exec_request import DTYPES, OLD_DTYPE, read_assignments, read_dtype, read_exec
 from pdplane.workers.framer import Framer
 from pdplane.workers.line import Line
 from pdplane.workers.listener import Listener, Network
@@ -183,7 +183,7 @@ class Session:
     def __init__(self, worker: ExpertWorker, framer: Framer) -> None:
         self._worker, self._framer = worker, framer
         self._store = worker.bank.store
-        self._dtype = OLD_DTYPE
+        self._dtype: str | None = None
         self._max_reply_bytes = worker.options.limits.payload_bytes
 
     def run(self) -> None:
@@ -203,12 +203,12 @@ class Session:
             self._worker.count(refused_requests=1)
             self._framer.send("error", {"msg": "bad hello", "code": "bad_hello", "reason": error.reason})
             return False
-        bank, dtype = self._worker.bank, self._dtype
+        bank = self._worker.bank
         resident = self._on_thread(lambda: _texts(bank.resident))
         experts = max(layer.num_experts for layer in self._store.layers.values())
         self._framer.send("hello_ack", {
             "host": socket.gethostname(), "num_layers": self._store.num_layers, "num_experts": experts,
-            "cap": bank.capacity, "resident": resident, "framer": 1, "dtype": dtype,
+            "cap": bank.capacity, "resident": resident, "framer": 1, "dtype": self._dtype or OLD_DTYPE,
             "max_payload": self._worker.options.limits.payload_bytes, "identity": self._store.identity,
         })  # fmt: skip
         return True
@@ -219,10 +219,7 @@ class Session:
             raise WireError("proto", "the first message must be a hello of TX1")
         if header.member("model_type").json != self._store.model_type:
             raise WireError("model_type", f"this worker has a {self._store.model_type}")
-        if (dtype := header.optional("dtype")) is not None:
-            if dtype.json not in DTYPES:
-                dtype.refuse(f"must be one of {', '.join(DTYPES)}")
-            self._dtype = dtype.text()
+        self._dtype = read_dtype(header)
         if (limit := header.optional("max_payload")) is not None:
             self._max_reply_bytes = min(self._max_reply_bytes, limit.whole(1))
 
@@ -266,12 +263,13 @@ class Session:
         return "load_reply", header, b""
 
     def _exec(self, message: Message) -> Answer:
-        bank, dtype = self._worker.bank, DTYPES[self._dtype][0]
+        bank = self._worker.bank
         request = read_exec(message, self._store, self._dtype, self._max_reply_bytes)
+        dtype = DTYPES[request.dtype][0]
         began = time.perf_counter()
         done = self._on_thread(
             lambda: bank.run(
-                request.layer, request.rows, dtype, request.row_of, request.expert_of, convert=self._dtype == OLD_DTYPE
+                request.layer, request.rows, dtype, request.row_of, request.expert_of, convert=request.convert
             )
         )
         spent = (time.perf_counter() - began) * 1000
@@ -280,7 +278,7 @@ class Session:
         header: Header = {"layer": request.layer, "n": len(request.row_of), "exec_ms": total, "ms": spent}
         if done.evicted:
             header["evicted"] = list(done.evicted)
-        if done.dtype != dtype:
+        if not request.convert:
             header["dtype"] = _wire_dtype(done.dtype)
         return "exec_reply", header, done.bits.data if done.bits.size else b""
 

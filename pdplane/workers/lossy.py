@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pdplane.engine.saved_caches import SavedCache, SavedTensor
 from pdplane.errors import IncompatibleCache
+from pdplane.workers.activations import Bits, bfloat16_bits
 
 LOSSY: Mapping[str, int] = {"q8": 8, "q4": 4}
 
@@ -91,13 +92,12 @@ def _floats(tensor: SavedTensor) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(tensor.bits).view(kind).astype(np.float32)
 
 
-def _bits(numbers: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.unsignedinteger]:
+def _bits(numbers: npt.NDArray[np.float32], dtype: str) -> Bits:
     if dtype == "float32":
         return numbers.view(np.uint32)
     if dtype == "float16":
         return numbers.astype(np.float16).view(np.uint16)
-    wide = numbers.view(np.uint32).astype(np.uint64)
-    return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(np.uint16)  # round to nearest, ties to even
+    return bfloat16_bits(numbers)
 
 
 def _with_tensors(cache: SavedCache, tensors: Iterator[SavedTensor]) -> SavedCache:

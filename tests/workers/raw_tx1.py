@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import socket
 import struct
+import threading
 from typing import Any
+
+import numpy as np
 
 TOKEN = bytes(range(32))
 NONCE = b"C" * 32
@@ -81,3 +85,65 @@ class RawCoordinator:
 
     def close(self) -> None:
         self.raw.close()
+
+
+class RawWorker:
+    """A worker of the old kind, for one coordinator: knows no ids and no dtype but float16. Doubles every row."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self.requests: list[dict[str, Any]] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._thread.join()
+        self._server.close()
+
+    def _serve(self) -> None:
+        raw, _ = self._server.accept()
+        with raw, contextlib.suppress(ConnectionError):
+            keys = _accept(raw)
+            numbers = [0, 0]
+            while True:
+                kind, header, payload = _read(raw, keys[0], numbers)
+                self.requests.append(header)
+                _write(raw, keys[1], numbers, *self._answer(kind, header, payload))
+
+    def _answer(self, kind: str, header: dict[str, Any], payload: bytes) -> tuple[str, object, bytes]:
+        if kind == "hello":
+            return "hello_ack", {"host": "h", "num_layers": 2, "num_experts": 4, "cap": 4, "resident": {}}, b""
+        if kind == "load":
+            return "load_reply", {"loaded": 0, "resident": {}}, b""
+        rows = np.frombuffer(payload, np.float16).reshape(header["rows"], header["dim"])
+        results = rows[[row for row, _ in header["pairs"]]] * np.float16(2)
+        return "exec_reply", {"layer": header["layer"], "n": len(results), "exec_ms": 1.5}, results.tobytes()
+
+
+def _accept(raw: socket.socket) -> list[bytes]:
+    key = mac(TOKEN, b"TX1F key v1")
+    challenge = b"TX1C\x01\x01\0\0" + b"S" * 32
+    raw.sendall(challenge)
+    answer = exactly(raw, 72)
+    transcript, proof = challenge + answer[:40], answer[40:]
+    assert proof == mac(key, b"client", transcript)
+    raw.sendall(b"TX1B\x01\0\0\0" + mac(key, b"server", transcript, proof))
+    return [mac(key, b"c2s", transcript, proof), mac(key, b"s2c", transcript, proof)]
+
+
+def _read(raw: socket.socket, key: bytes, numbers: list[int]) -> tuple[str, dict[str, Any], bytes]:
+    prefix = exactly(raw, 20)
+    _, _, kind_bytes, _, header_bytes, payload_bytes = struct.unpack("!4sBBHIQ", prefix)
+    body = exactly(raw, kind_bytes + header_bytes + payload_bytes)
+    assert exactly(raw, 32) == mac(key, struct.pack("!Q", numbers[0]), prefix, body)
+    numbers[0] += 1
+    rest = body[kind_bytes:]
+    return body[:kind_bytes].decode(), json.loads(rest[:header_bytes]), rest[header_bytes:]
+
+
+def _write(raw: socket.socket, key: bytes, numbers: list[int], kind: str, header: object, payload: bytes) -> None:
+    text = json.dumps(header).encode()
+    head = struct.pack("!4sBBHIQ", b"TX1F", 1, len(kind), 0, len(text), len(payload)) + kind.encode() + text
+    raw.sendall(head + payload + mac(key, struct.pack("!Q", numbers[1]), head, payload))
+    numbers[1] += 1

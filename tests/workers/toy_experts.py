@@ -1,4 +1,4 @@
-"""Experts whose numbers are easy: two layers of four, width 8; the recorded TX1 replies were taken over such a model."""
+"""Experts whose numbers are easy: two layers of four, width 8, as behind the recorded TX1 replies."""
 
 from __future__ import annotations
 

@@ -1,0 +1,298 @@
+"""Experts on other machines: what stands in the place of a MoE model's expert layers.
+
+Every expert has a home worker. A call sends each worker the rows and pairs of its own experts, first to all and then
+collects from all, so that the workers run at the same time. A worker that is lost has its experts moved to the others,
+in the middle of a call too: a pair is computed again from the same rows and gives the same bits. When none is left
+the experts run locally, if that is allowed, or the call fails with the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdplane.engine.expert_bank import ExpertBank
+from pdplane.engine.expert_store import ExpertStore, store_of
+from pdplane.engine.model import Model
+from pdplane.engine.switch import replace_switches
+from pdplane.errors import ConfigError, InternalError, SessionLost
+from pdplane.ids import Endpoint
+from pdplane.workers.activations import Bits
+from pdplane.workers.expert_link import ExpertLink, LinkOptions, ModelFacts, Part, Traffic
+from pdplane.workers.tx1 import Token
+
+Indices = npt.NDArray[np.int64]
+
+_log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class RemoteOptions:
+    """How lost workers are treated; `local` allows to read and run experts here when no worker is left.
+
+    `local_capacity` bounds the experts a layer that are held here then. A lost worker is tried again after `retry_s`,
+    for no longer than `retry_connect_s`, before a call.
+    """
+
+    link: LinkOptions = attrs.field(factory=LinkOptions)
+    local: bool = False
+    local_capacity: int | None = None
+    preload: bool = True
+    retry_s: float = 10.0
+    retry_connect_s: float = 0.5
+
+
+@attrs.frozen
+class RemoteStatistics:
+    """Counts since `attach`; `workers` by address."""
+
+    calls: int
+    pairs: int
+    local_pairs: int
+    lost: int
+    live: tuple[str, ...]
+    workers: Mapping[str, Traffic]
+
+
+class RemoteExperts:
+    """Places a model's experts on workers and runs them there.
+
+    `attach` and `run` are for the MLX thread; `close` and `statistics` for any. The constructor opens nothing.
+    """
+
+    def __init__(self, workers: Sequence[Endpoint], token: Token, options: RemoteOptions | None = None) -> None:
+        if not workers or len(set(workers)) != len(workers):
+            raise ConfigError("name at least one expert worker, and each once")
+        self.options = options or RemoteOptions()
+        self._endpoints, self._token = tuple(workers), token
+        self._homes: list[_Home] = []
+        self._store: ExpertStore | None = None
+        self._bank: ExpertBank | None = None
+        self._lock = threading.RLock()  # held while the links are in use
+        self._closed = False
+        self._calls = self._pairs = self._local_pairs = self._lost = 0
+
+    def attach(self, model: Model) -> None:
+        """Connect to every worker, hand out the experts and replace the model's expert layers.
+
+        Raises ConfigError for a model without experts that can be moved, SessionLost for a worker that cannot be had
+        or has another model.
+        """
+        self._store = store = store_of(model)
+        facts = ModelFacts(
+            store.model_type,
+            store.num_layers,
+            max(layer.num_experts for layer in store.layers.values()),
+            store.identity,
+        )
+        links = [ExpertLink(endpoint, self._token, facts, self.options.link) for endpoint in self._endpoints]
+        self._homes = [_Home(link) for link in links]
+        attached = False
+        try:
+            with self._lock:
+                self._open(links, store)
+            replace_switches(model.network, self)
+            attached = True
+        finally:
+            if not attached:
+                self.close()
+
+    def _open(self, links: Sequence[ExpertLink], store: ExpertStore) -> None:
+        for link in links:
+            link.open()
+        if self.options.preload:
+            self._preload(store)
+
+    def close(self) -> None:
+        """Close every connection; a call that runs meanwhile fails. Idempotent."""
+        self._closed = True
+        for home in self._homes:
+            home.link.stop()
+        with self._lock:
+            for home in self._homes:
+                home.link.close()
+
+    def statistics(self) -> RemoteStatistics:
+        live = tuple(str(home.link.worker) for home in self._homes if home.alive)
+        traffic = {str(home.link.worker): attrs.evolve(home.link.traffic) for home in self._homes}
+        return RemoteStatistics(self._calls, self._pairs, self._local_pairs, self._lost, live, traffic)
+
+    def run(self, layer: int, rows: Bits, dtype: str, experts: Bits) -> tuple[Bits, str]:
+        """Rows through their experts: `(R, width)` and `(R, k)` give `(R, k, width)`.
+
+        Raises SessionLost when no worker is left and nothing may run locally.
+        """
+        with self._lock:
+            return self._run(layer, rows, dtype, experts)
+
+    def _run(self, layer: int, rows: Bits, dtype: str, experts: Bits) -> tuple[Bits, str]:
+        if self._closed:
+            raise SessionLost(", ".join(map(str, self._endpoints)), "the coordinator was closed")
+        count, chosen = experts.shape
+        self._calls += 1
+        self._pairs += experts.size
+        call = _Call(layer, rows, dtype, np.repeat(np.arange(count), chosen), experts.reshape(-1).astype(np.int64))
+        self._try_lost_again()
+        pending: Indices = np.arange(experts.size)
+        while len(pending):
+            homes = self._homes_of(layer)
+            if homes is None:
+                self._run_here(call, pending)
+                break
+            pending = self._round(call, pending, homes[call.expert_of[pending]])
+        return call.results().reshape(count, chosen, rows.shape[1]), call.result_dtype
+
+    def _round(self, call: _Call, pending: Indices, homes: Indices) -> Indices:
+        """Run pairs at their homes; gives those whose home was lost."""
+        queues = {
+            home: deque(self._parts(home, call, pending[homes == number]))
+            for number, home in enumerate(self._homes)
+            if home.alive
+        }
+        undone: list[Indices] = []
+        while any(queues.values()):
+            asked = [home for home, queue in queues.items() if queue and self._ask(home, call, queue, undone)]
+            for home in asked:
+                self._collect(home, call, queues[home], undone)
+        return np.sort(np.concatenate(undone)) if undone else np.empty(0, np.int64)
+
+    def _parts(self, home: _Home, call: _Call, places: Indices) -> Iterator[Indices]:
+        size = home.link.max_pairs(call.rows.shape[1])
+        for start in range(0, len(places), size):
+            yield places[start : start + size]
+
+    def _ask(self, home: _Home, call: _Call, queue: deque[Indices], undone: list[Indices]) -> bool:
+        try:
+            home.part = call.part(queue[0])
+            home.link.send_exec(home.part)
+        except SessionLost as error:
+            self._lose(home, error, queue, undone)
+            return False
+        return True
+
+    def _collect(self, home: _Home, call: _Call, queue: deque[Indices], undone: list[Indices]) -> None:
+        if home.part is None:
+            raise InternalError("a reply is awaited without a request")
+        try:
+            bits, dtype = home.link.receive_exec(home.part)
+            call.place(queue[0], bits, dtype, home.link)
+            queue.popleft()
+        except SessionLost as error:
+            self._lose(home, error, queue, undone)
+
+    def _lose(self, home: _Home, error: SessionLost, queue: deque[Indices], undone: list[Indices]) -> None:
+        """Take a worker's unfinished pairs back; one whose connection merely ended is asked once more at once."""
+        undone.extend(queue)
+        queue.clear()
+        home.part = None
+        if self._closed:
+            raise SessionLost(error.session, "the coordinator was closed") from error
+        _log.warning("tx1: expert worker %s is lost: %s", error.session, error.cause)
+        ended = isinstance(error.__cause__, ConnectionError)
+        home.alive = ended and not home.retried and self._reopen(home)
+        home.retried = True
+        if not home.alive:
+            self._lost += 1
+            home.cause, home.retry_at = error.cause, time.monotonic() + self.options.retry_s
+
+    def _reopen(self, home: _Home) -> bool:
+        try:
+            home.link.open(self.options.retry_connect_s)
+        except SessionLost as error:
+            home.cause = error.cause
+            return False
+        return True
+
+    def _try_lost_again(self) -> None:
+        for home in self._homes:
+            home.retried = False
+            if home.alive or time.monotonic() < home.retry_at:
+                continue
+            home.alive = self._reopen(home)
+            home.retry_at = time.monotonic() + self.options.retry_s
+            if home.alive:
+                _log.warning("tx1: expert worker %s is back", home.link.worker)
+
+    def _homes_of(self, layer: int) -> Indices | None:
+        """The number of each expert's worker; a lost worker's experts are dealt out to the others."""
+        live = [number for number, home in enumerate(self._homes) if home.alive]
+        if not live:
+            return None
+        experts = np.arange(self._opened.layers[layer].num_experts)
+        own = (experts + layer) % len(self._homes)  # the first experts are not all on the first worker
+        spare = np.array(live)[(experts // len(self._homes) + layer) % len(live)]
+        return np.where(np.isin(own, live), own, spare)
+
+    def _run_here(self, call: _Call, pending: Indices) -> None:
+        if not self.options.local:
+            causes = "; ".join(f"{home.link.worker}: {home.cause}" for home in self._homes)
+            raise SessionLost(", ".join(map(str, self._endpoints)), f"no expert worker is left ({causes})")
+        if self._bank is None:
+            self._bank = ExpertBank(self._opened, self.options.local_capacity)
+        done = self._bank.run(call.layer, call.rows, call.dtype, call.row_of[pending], call.expert_of[pending])
+        self._local_pairs += len(pending)
+        call.place(pending, done.bits, done.dtype, None)
+
+    def _preload(self, store: ExpertStore) -> None:
+        for layer, described in store.layers.items():
+            homes = self._homes_of(layer)
+            for number, home in enumerate(self._homes):
+                wanted = np.flatnonzero(homes == number)[: home.link.capacity].tolist()
+                home.link.send_load({layer: wanted})
+            for home in self._homes:
+                home.link.receive_load()
+            _log.info("tx1: %d experts of layer %d are placed", described.num_experts, layer)
+
+    @property
+    def _opened(self) -> ExpertStore:
+        if self._store is None:
+            raise InternalError("no model was attached")
+        return self._store
+
+
+@attrs.define(eq=False)
+class _Home:
+    """A worker as the coordinator sees it."""
+
+    link: ExpertLink
+    alive: bool = True
+    retried: bool = False
+    retry_at: float = 0.0
+    cause: str = ""
+    part: Part | None = None
+
+
+class _Call:
+    """One layer's rows and pairs, and the results that have come so far."""
+
+    def __init__(self, layer: int, rows: Bits, dtype: str, row_of: Indices, expert_of: Indices) -> None:
+        self.layer, self.rows, self.dtype, self.row_of, self.expert_of = layer, rows, dtype, row_of, expert_of
+        self.result_dtype = dtype
+        self._results: Bits | None = None
+
+    def part(self, places: Indices) -> Part:
+        """The pairs at `places`, with only the rows that they need."""
+        needed, row_of = np.unique(self.row_of[places], return_inverse=True)
+        return Part(self.layer, self.rows[needed], self.dtype, row_of, self.expert_of[places])
+
+    def place(self, places: Indices, bits: Bits, dtype: str, link: ExpertLink | None) -> None:
+        """Keep results. Raises SessionLost for a worker whose results have another dtype than the others'."""
+        if self._results is None:
+            self.result_dtype = dtype
+            self._results = np.empty((len(self.expert_of), self.rows.shape[1]), bits.dtype)
+        if dtype != self.result_dtype:
+            if link is None:
+                raise InternalError(f"local results are {dtype}, remote ones {self.result_dtype}")
+            link.close()
+            raise SessionLost(str(link.worker), f"its results are {dtype}, the others' {self.result_dtype}")
+        self._results[places] = bits
+
+    def results(self) -> Bits:
+        return np.empty((0, self.rows.shape[1]), self.rows.dtype) if self._results is None else self._results
