@@ -218,6 +218,7 @@ class PrefillPlane:
 
     def _start(self) -> None:
         config = self.config
+        self._senders.check()
         self._context = context = open_context()
         if self._gate:
             self._gate.bind(context)

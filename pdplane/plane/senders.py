@@ -13,7 +13,7 @@ from pdplane.machine import events
 from pdplane.machine.actions import CancelPush, OpenData, Push
 from pdplane.plane.config import PrefillConfig
 from pdplane.transport import pushes, reports
-from pdplane.transport.registry import Sender, is_one_sided, open_sender
+from pdplane.transport.registry import Sender, is_one_sided, open_sender, require_transport
 
 
 @attrs.define
@@ -36,6 +36,11 @@ class Senders:
 
     def __len__(self) -> int:
         return len(self._connections)
+
+    def check(self) -> None:
+        """Raise ConfigError when a transport cannot work here, rather than at the first session."""
+        for scheme in self._one_sided:
+            require_transport(scheme)
 
     def open(self, action: OpenData) -> list[events.PrefillEvent]:
         """Connect, to learn who answers at the session's address; the event is the failure to try."""

@@ -53,16 +53,21 @@ def mooncake_options(options: TransportOptions) -> TransportOptions:
     )
 
 
+def load_mooncake() -> Any:
+    """Mooncake's module; ConfigError says what to install."""
+    # Its log is its own, on stderr, and chatty; whoever wants it sets the variable.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ImportError as missing:
+        raise ConfigError(f"{_MISSING} ({missing})") from None
+
+
 class Engine:
     """A TransferEngine with one registered arena; held until the last user closes it."""
 
     def __init__(self, host: str, arena: Arena, options: TransportOptions) -> None:
-        # Its log is hers, on stderr, and chatty; whoever wants it says so.
-        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-        try:
-            module: Any = importlib.import_module("mooncake.engine")
-        except ImportError as missing:
-            raise ConfigError(f"{_MISSING} ({missing})") from None
+        module = load_mooncake()
         protocol, device = options.mooncake_protocol, options.mooncake_device
         self._arena = arena  # kept alive while the engine may touch it
         self._engine: Any = module.TransferEngine()

@@ -14,7 +14,7 @@ from pdplane.security import Secret
 from pdplane.transport.fence import Fence, Writer
 from pdplane.transport.greeting import SenderGreeting
 from pdplane.transport.loopback import LoopbackLine, LoopbackReceiver
-from pdplane.transport.mooncake import MooncakeLine, MooncakeReceiver, mooncake_options
+from pdplane.transport.mooncake import MooncakeLine, MooncakeReceiver, load_mooncake, mooncake_options
 from pdplane.transport.options import TransportOptions
 from pdplane.transport.pushes import Push
 from pdplane.transport.receiver import ReceiverSnapshot
@@ -86,12 +86,14 @@ class OneSidedTransport:
     line: Callable[[Endpoint, SessionId, int, Arena, TransportOptions], Line]
     receiver: Callable[[Endpoint, SessionId | None, Life, Fence, Secret | None, OnReport, TransportOptions], Receiver]
     options: Callable[[TransportOptions], TransportOptions]
+    load: Callable[[], object]
+    """Import what the scheme needs; ConfigError says what to install."""
 
 
 TRANSPORTS: dict[str, Transport | OneSidedTransport] = {
     "tcp": Transport(StreamLine, StreamReceiver),
     "loopback": Transport(LoopbackLine, LoopbackReceiver),
-    "mooncake": OneSidedTransport(MooncakeLine, MooncakeReceiver, mooncake_options),
+    "mooncake": OneSidedTransport(MooncakeLine, MooncakeReceiver, mooncake_options, load_mooncake),
 }
 
 
@@ -143,6 +145,13 @@ def open_receiver(
 def is_one_sided(scheme: str) -> bool:
     """Whether the scheme writes past the fence. Raises ConfigError for one that does not exist."""
     return isinstance(_transport(scheme), OneSidedTransport)
+
+
+def require_transport(scheme: str) -> None:
+    """Raise ConfigError for a scheme that does not exist, or whose packages are not installed."""
+    transport = _transport(scheme)
+    if isinstance(transport, OneSidedTransport):
+        transport.load()
 
 
 def _transport(scheme: str) -> Transport | OneSidedTransport:

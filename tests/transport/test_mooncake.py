@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 
 import attrs
@@ -15,7 +16,7 @@ from pdplane.kv.arena import Arena
 from pdplane.transport.framing import segments
 from pdplane.transport.mooncake import BATCH_RUNS, Engine, mooncake_options
 from pdplane.transport.options import TransportOptions
-from pdplane.transport.registry import Sender, is_one_sided, open_sender
+from pdplane.transport.registry import Sender, is_one_sided, open_sender, require_transport
 from pdplane.transport.reports import Connected, ConnectFailed, Disconnected, Pushed, PushFailed
 from tests.transport.ends import PREFILL_LIFE, Decode, Reports, expected, permuted, push, random_arena, whole
 
@@ -151,6 +152,15 @@ def test_a_closed_receiver_takes_no_more_bytes(senders: list[Sender]) -> None:
 def test_a_port_of_our_own_choice_is_refused() -> None:
     with pytest.raises(ConfigError, match="its own port"):
         Decode("mooncake", 4096, port=4000)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)  # as if it could not be imported
+    with pytest.raises(ConfigError, match="libibverbs1"):
+        require_transport("mooncake")
+    with pytest.raises(ConfigError, match="pip install"):
+        Decode("mooncake", 4096)
+    require_transport("tcp")
 
 
 def test_ipv6_is_refused_with_the_reason() -> None:
