@@ -17,6 +17,7 @@ import os
 import socket
 import threading
 from collections import deque
+from types import ModuleType
 from typing import Any
 
 import attrs
@@ -53,7 +54,7 @@ def mooncake_options(options: TransportOptions) -> TransportOptions:
     )
 
 
-def load_mooncake() -> Any:
+def load_mooncake() -> ModuleType:
     """Mooncake's module; ConfigError says what to install."""
     # Its log is its own, on stderr, and chatty; whoever wants it sets the variable.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
