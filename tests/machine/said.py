@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import attrs
+
 from pdplane.ids import Generation, Life, Rank, Room, SessionId
 from pdplane.machine import events
 from pdplane.messages import (
@@ -26,6 +28,7 @@ from tests.machine.witness import (
     FOUND,
     HELLO,
     LAYOUT,
+    LEGACY,
     ME,
     OTHER,
     PREFILL_LIFE,
@@ -126,6 +129,14 @@ PREFILL_RARE: Mapping[str, Callable[[PrefillWitness], object]] = {
     "offer of a stranger": lambda w: w.handle(*offer(1, identity=OTHER)),
     "offer of a raw peer": lambda w: w.handle(*offer(0, identity=RAW)),
     "raw registration": lambda w: w.handle(registration(RAW)),
+    "legacy registration": lambda w: w.handle(registration(LEGACY)),
+    "legacy contradiction": lambda w: w.handle(
+        events.RegistrationReceived(LEGACY, attrs.evolve(REGISTRATION, arena_base=8192), LAYOUT)
+    ),
+    "legacy bad registration": lambda w: w.handle(
+        events.RegistrationRejected(LEGACY, REGISTRATION.route, "layout", "no JSON")
+    ),
+    "offer of a legacy peer": lambda w: w.handle(*offer(0, identity=LEGACY)),
     "bad registration": lambda w: w.handle(events.RegistrationRejected(ME, REGISTRATION.route, "layout", "no JSON")),
     "hopeless registration": lambda w: w.handle(events.RegistrationRejected(ME, None, "frames", "too few")),
     "other hello": lambda w: w.handle(hello(life=NEW_LIFE)),
@@ -219,6 +230,7 @@ DECODE_RARE: Mapping[str, Callable[[DecodeWitness], object]] = {
     "ping": lambda w: w.handle(events.NoticeFromPrefill(CHANNEL, Ping(PREFILL_LIFE))),
     "drain": lambda w: w.handle(events.NoticeFromPrefill(CHANNEL, Drain("bye"))),
     "senseless notice": lambda w: w.handle(events.NoticeFromPrefill(CHANNEL, HELLO)),
+    "channel broken": lambda w: w.handle(events.ChannelBroken(CHANNEL, "no such host")),
     "writer cut": lambda w: w.handle(events.WriterCut(PREFILL_LIFE, "reset")),
     "stranger cut": lambda w: w.handle(events.WriterCut(NEW_LIFE, "reset")),
     "restarted": lambda w: w.handle(found_life(NEW_LIFE)),

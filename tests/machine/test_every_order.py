@@ -24,6 +24,8 @@ PREFILL_STATES = {
     "checking": ["hello", "registration"],
     "registered": REGISTERED,
     "raw": ["raw registration"],
+    "legacy": ["legacy registration"],
+    "legacy windowed": ["legacy registration", "offer of a legacy peer", "request"],
     "early": [*REGISTERED, "offer"],
     "raw early": ["raw registration", "offer of a raw peer"],
     "opened": [*REGISTERED, "request"],

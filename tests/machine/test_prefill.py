@@ -12,6 +12,7 @@ from pdplane.machine.settings import PrefillSettings
 from pdplane.messages import (
     Cancel,
     Drain,
+    Failed,
     Ping,
     Status,
     StatusCode,
@@ -151,6 +152,23 @@ def test_an_unusable_manifest_fails_the_room_at_once(prefill: PrefillWitness) ->
         (1, "decode's offer is unusable: no JSON"),
         Release(ROOM, 1),
     ]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "reason"),
+    [((1,), "has 1 blocks"), ((1, 1), "a block twice"), ((1, 99), "an id outside")],
+)
+def test_a_manifest_that_does_not_fit_decodes_own_layout_is_never_written_to(
+    prefill: PrefillWitness, blocks: tuple[int, ...], reason: str
+) -> None:
+    good = manifest()
+    bad = attrs.evolve(good, groups=(attrs.evolve(good.groups[0], block_ids=blocks), good.groups[1]))
+    prefill.handle(request(), events.NoticeReceived(ME, Window(ROOM, Generation(1), "hash")))
+    answer = seen(prefill.handle(events.PreallocationReceived(ME, ROOM, SESSION, bad)))
+    assert isinstance(answer[0], Send)
+    assert isinstance(answer[0].message, Failed)
+    assert reason in answer[0].message.cause
+    assert answer[2:] == [Release(ROOM, 1)]
 
 
 def test_a_stranger_cannot_harm_a_room(prefill: PrefillWitness) -> None:

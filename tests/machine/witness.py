@@ -23,6 +23,7 @@ PREFILL_LIFE, DECODE_LIFE = Life("p" * 32), Life("d" * 32)
 ME, RAW, OTHER = b"native", b"raw", b"other"
 SESSION = SessionId("decode:9")
 REGISTRATION = Registration("decode", 9, SESSION, 4096, b"{}", 1, 0)
+LEGACY = events.legacy_identity(REGISTRATION.route)
 HELLO = Hello("0", DECODE_LIFE)
 BOOTSTRAP = Endpoint("prefill", 8998)
 CHANNEL = events.Channel(BOOTSTRAP, Rank(0), PREFILL_LIFE)
@@ -81,6 +82,7 @@ class PrefillWitness:
         """Every push ends, every deadline passes: nothing is left."""
         while self.outstanding:
             self.end_push("closed")
+        self.handle(events.Undeliverable(LEGACY))  # time alone does not end a legacy peer
         while self.wake is not None and self.now < _MUCH_TIME_S:
             assert self.wake > self.now, "woken for nothing"
             self.now = self.wake
