@@ -59,6 +59,11 @@ class WireError(RemoteProtocolError):
     field: str
     reason: str
 
+    @property
+    def kind(self) -> str:
+        """The field without places in lists: a name for counts, of which a peer cannot make more."""
+        return self.field.partition("[")[0]
+
     def __str__(self) -> str:
         return self.reason
 

@@ -78,7 +78,7 @@ class RouterChannel:
         try:
             return [self._read(identity, frames)]
         except WireError as wrong:
-            self._rejected[f"wire_{wrong.field}"] += 1
+            self._rejected[f"wire_{wrong.kind}"] += 1
             return []
 
     def send(self, send: Send) -> list[events.PrefillEvent]:

@@ -47,7 +47,7 @@ class DealerChannel:
                 return [events.NoticeFromPrefill(self._channel, wire.decode_notice(frames))]
             return [events.StatusFromPrefill(self._channel, wire.decode_status(frames))]
         except WireError as wrong:
-            self._rejected[f"wire_{wrong.field}"] += 1
+            self._rejected[f"wire_{wrong.kind}"] += 1
             return []
 
     def send(self, action: Tell | Offer) -> None:

@@ -108,7 +108,7 @@ class LegacyPrefillChannel:
                 return [self._registration(frames)]
             return self._preallocation(frames)
         except WireError as wrong:
-            self._rejected[f"wire_{wrong.field}"] += 1
+            self._rejected[f"wire_{wrong.kind}"] += 1
             return []
 
     def send(self, send: Send) -> list[events.PrefillEvent]:
