@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from pdplane.errors import PoolExhausted, RoomFailed
+from pdplane.errors import ConfigError, PoolExhausted, RoomFailed
 from pdplane.ids import Endpoint, new_room
 from pdplane.testing.toy_model import ToyOptions
 from tests.node.conftest import Daemons, call, idle, prompt
@@ -79,6 +79,20 @@ def test_decode_leaves_while_it_generates(daemons: Daemons) -> None:
     running.decode.cancel("the client left")
     with pytest.raises(RoomFailed, match="the client left"):
         running.decode.done.result(PATIENCE_S)
+    until(lambda: idle(prefill, decode))
+
+
+def test_decode_leaves_while_prefill_stands_in_line(daemons: Daemons) -> None:
+    prefill, decode = daemons.prefill(TIGHT), daemons.decode()
+    prefill.hold.clear()
+    first, second = call(prefill, decode, prompt(1, LARGE)), call(prefill, decode, prompt(2, LARGE))
+    until(lambda: prefill.node.statistics()["blocks"]["waiting"] == 1)
+    assert second.decode is not None
+    second.decode.cancel("the client left")
+    assert all("the client left" in cause for cause in second.causes())
+    until(lambda: prefill.node.statistics()["blocks"]["waiting"] == 0)
+    prefill.hold.set()
+    assert first.is_right(daemons.options)
     until(lambda: idle(prefill, decode))
 
 
@@ -155,6 +169,9 @@ def test_opposite_orders_on_the_two_sides_do_not_lock_up(daemons: Daemons) -> No
 
 def test_a_prompt_of_the_whole_pool_is_served_among_small_ones(daemons: Daemons) -> None:
     prefill, decode = daemons.pair(TIGHT)
+    for side in ({"prefill": prefill, "decode": None}, {"prefill": None, "decode": decode}):
+        with pytest.raises(ConfigError):
+            call(**side, tokens=prompt(1, LARGE + 1), at=prefill.rendezvous)
     calls = [call(prefill, decode, prompt(seed, LARGE if seed % 5 == 2 else SMALL)) for seed in range(30)]
     assert all(running.is_right(TIGHT) for running in calls)
     until(lambda: idle(prefill, decode))

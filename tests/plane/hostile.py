@@ -71,6 +71,10 @@ def bad_notices() -> list[Frames]:
         [NOTICE, b"window", b'{"room":1,"generation":18446744073709551616,"prompt_hash":""}'],
         [NOTICE, b"window", b'{"room":true,"generation":1,"prompt_hash":""}'],
         [NOTICE, b"hello", b'{"version":"1","life":"","fingerprint":{"required":[],"advisory":[]}}'],
+        *(
+            [NOTICE, b"hello", b'{"version":"1","life":"a","fingerprint":{"required":[%s1],"advisory":[]}}' % before]
+            for before in (b"", b'["a","b"],' * 3)
+        ),
         [b"pdplane/2", b"ping", b"{}"],
     ]
 

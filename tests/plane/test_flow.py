@@ -10,7 +10,7 @@ import pytest
 
 from pdplane.errors import LocalProtocolError, RoomFailed, WireError
 from pdplane.ids import Endpoint, new_room
-from pdplane.kv.manifest import Manifest
+from pdplane.kv.manifest import Manifest, blocks_needed, build_manifest
 from pdplane.plane import events
 from pdplane.security import Secret
 from tests.plane.conftest import StartDecode, StartPrefill
@@ -54,6 +54,22 @@ def test_layerwise_steps_travel_in_several_pushes(start_prefill: StartPrefill, s
     layout = prefill.plane.layout
     sent, landed = pages(layout, prefill.plane.arena, source), pages(layout, decode.plane.arena, meeting.target)
     assert (sent == landed).all()
+
+
+def test_only_what_decode_lacks_travels(start_prefill: StartPrefill, start_decode: StartDecode) -> None:
+    prefill, decode = start_prefill(), start_decode()
+    layout = prefill.plane.layout
+    target = decode.pool.allocate(blocks_needed(layout, 22, prefix_len=8))
+    manifest = build_manifest(layout, target, prefix_len=8, prompt_len=22)
+    waiting = decode.plane.open(1, prefill=prefill.rendezvous, manifest=manifest)
+    work = prefill.plane.open(1, prompt_len=22)
+    window = work.wait_window(PATIENCE_S)
+    assert (window.prefix_len, window.prompt_len) == (8, 22)
+    source = {group: ids[-len(target[group]) :] for group, ids in prefill.fill(22).items()}
+    work.push(source)
+    work.finish(first_token=1, cached_tokens=8)
+    assert waiting.wait(PATIENCE_S).cached_tokens == 8
+    assert (pages(layout, prefill.plane.arena, source) == pages(layout, decode.plane.arena, target)).all()
 
 
 def test_bytes_that_are_missing_at_success_fail_the_room(

@@ -55,6 +55,7 @@ def test_prefill_counts_them_and_serves_on(start_prefill: StartPrefill, start_de
         meet(prefill, decode).serve()
         after = prefill.plane.statistics()
     assert sum(after["rejected"].values()) == len(sent)
+    assert not any("[" in kind for kind in after["rejected"])  # no peer makes up names of counts
     assert after["rooms"] == before["rooms"] == {}
     assert after["sessions"]["sessions"] == 1
     assert after["sessions"]["checking"] == 0
@@ -120,7 +121,7 @@ def test_decode_counts_them_and_serves_on(start_prefill: StartPrefill, start_dec
         decode.pool.release(target)
 
 
-@pytest.mark.parametrize("host", ["exa mple", "a/b", "", "tcp://x", "[::1"])
+@pytest.mark.parametrize("host", ["exa mple", "a/b", "", "tcp://x"])
 def test_a_rendezvous_may_name_any_host(start_prefill: StartPrefill, start_decode: StartDecode, host: str) -> None:
     decode = start_decode(bootstrap_timeout_s=1)
     target, manifest = decode.lend(10)

@@ -143,3 +143,32 @@ def test_an_address_that_never_answers_holds_up_nobody(prefill: PrefillSide, sta
             meet(prefill, decode).serve()
         until(lambda: prefill.plane.statistics()["sessions"]["checking"] == 0, "the loss of the silent peer")
         meet(prefill, decode).serve()
+
+
+def cut(decode: DecodeSide) -> None:
+    """End every data connection, as a network would."""
+    for connection in list(decode.plane._receiver._connections):  # type: ignore[attr-defined]
+        connection.stop("cut by the test")
+    until(lambda: decode.plane.statistics()["receiver"]["connections"] == 0)
+
+
+def test_a_cut_data_connection_costs_no_later_room(prefill: PrefillSide, start_decode: StartDecode) -> None:
+    decode, other = start_decode(), start_decode()
+    for seed in range(3):
+        meet(prefill, decode).serve(seed)
+        cut(decode)
+        meet(prefill, other).serve(seed)
+    meet(prefill, decode).serve()
+
+
+def test_a_room_outlives_a_cut_between_its_pushes(prefill: PrefillSide, start_decode: StartDecode) -> None:
+    decode = start_decode()
+    meeting = meet(prefill, decode)
+    meeting.work.wait_window(PATIENCE_S)
+    source = prefill.fill(10)
+    meeting.work.push(source, range(2))
+    until(lambda: prefill.plane.statistics()["pushes"] == 0, "the acknowledgement")
+    cut(decode)
+    meeting.work.push(source, range(2, 3))
+    meeting.work.finish(first_token=3)
+    assert meeting.waiting.wait(PATIENCE_S).first_token == 3
