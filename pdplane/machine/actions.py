@@ -25,11 +25,15 @@ class WakeAt:
 
 @attrs.frozen
 class Fail:
-    """The caller of this use of the room gets this error."""
+    """The caller of this use of the room gets this error.
+
+    Decode only: with `held` the room's blocks are not the caller's again before a Release.
+    """
 
     room: Room
     ticket: int
     error: PdplaneError
+    held: bool = False
 
 
 # ---- prefill
@@ -118,7 +122,7 @@ class Succeed:
 
 @attrs.frozen
 class Release:
-    """Nothing reads the room's source blocks any more."""
+    """Nothing reads the room's source blocks any more; on decode, nothing is taken to write into the held ones."""
 
     room: Room
     ticket: int
@@ -212,5 +216,5 @@ class Deliver:
 
 
 DecodeAction: TypeAlias = (
-    WakeAt | Fail | LookUp | Connect | Disconnect | Tell | Offer | OpenWindow | CloseWindow | Deliver
+    WakeAt | Fail | LookUp | Connect | Disconnect | Tell | Offer | OpenWindow | CloseWindow | Deliver | Release
 )

@@ -21,6 +21,7 @@ from pdplane.machine.actions import CloseWindow, DecodeAction, Deliver, Fail, Lo
 from pdplane.machine.decode_room import DecodeRoom
 from pdplane.machine.graveyard import Graveyard, Tombstone
 from pdplane.machine.peers import DecodeTurn, Link, Peer, Peers
+from pdplane.machine.quarantine import Quarantine
 from pdplane.machine.room import DecodeMove, DecodeState
 from pdplane.machine.settings import DecodeSettings
 from pdplane.machine.timers import Timers
@@ -46,6 +47,7 @@ class DecodeCounts:
     rooms: dict[str, int]
     sessions: dict[str, int]
     tombstones: int
+    quarantine: dict[str, int]
     rejected: dict[str, int]
     totals: dict[str, int]
 
@@ -66,6 +68,7 @@ class DecodeMachine:
         self._session = registration.session
         self._rooms: dict[Room, DecodeRoom] = {}
         self._graveyard = Graveyard()
+        self._quarantine = Quarantine(settings.quarantine_timeout_s)
         self._timers: Timers[Room] = Timers()
         self._rejected: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
@@ -76,8 +79,8 @@ class DecodeMachine:
         turn: DecodeTurn = Turn(now)
         self._on(event, turn)
         self._expire(turn)
-        deadlines = self._timers.earliest(), self._peers.earliest(), self._graveyard.earliest()
-        if wake := [time for time in deadlines if time is not None]:
+        timed = self._timers, self._peers, self._graveyard, self._quarantine
+        if wake := [time for part in timed if (time := part.earliest()) is not None]:
             turn.add(WakeAt(min(wake)))
         return turn.actions
 
@@ -86,6 +89,7 @@ class DecodeMachine:
             rooms=dict(Counter(room.state.value for room in self._rooms.values())),
             sessions=self._peers.counts(),
             tombstones=len(self._graveyard),
+            quarantine=self._quarantine.counts(),
             rejected=dict(self._rejected),
             totals=dict(self._totals),
         )
@@ -114,10 +118,11 @@ class DecodeMachine:
 
     @_on.register
     def _(self, event: events.DecodeRequested, turn: DecodeTurn) -> None:
-        if event.room in self._rooms:
-            turn.add(Fail(event.room, event.ticket, LocalProtocolError(f"room {event.room} is live")))
+        if taken := self._taken(turn, event.room):
+            turn.add(Fail(event.room, event.ticket, LocalProtocolError(f"room {event.room} {taken}")))
             return
-        full = "too many live rooms" if len(self._rooms) >= self._settings.max_rooms else None
+        count = len(self._rooms) + len(self._quarantine)
+        full = "too many live rooms" if count >= self._settings.max_rooms else None
         if cause := self._closing or full:
             turn.add(Fail(event.room, event.ticket, RoomFailed(event.room, cause)))
             return
@@ -189,27 +194,23 @@ class DecodeMachine:
     def _(self, event: events.StatusFromPrefill, turn: DecodeTurn) -> None:
         known, status = self._peers.link(event.channel), event.status
         if known is None:
-            self._rejected["unknown_channel"] += 1
+            late = self._quarantine.heard(turn, status)  # of a peer that we lost meanwhile
+            self._rejected["late" if late else "unknown_channel"] += 1
             return
         peer, link = known
         link.heard = turn.now
-        generation = link.announced(status.room)
+        announced = link.announced(status.room)
+        generation = announced if event.generation is None else event.generation
         if status.prefill_rank != event.channel.prefill_rank:
             self._rejected["foreign_rank"] += 1
             return
         if generation is None and status.code is StatusCode.FAILED:
             # Not said of which use: to fail a healthy one costs a request, to wait for nothing costs its time.
             generation = self._generation_of(status.room)
-        room = self._live(turn, status.room, generation or Generation(0), peer)
-        if room is None or status.prefill_rank not in room.expected:
-            return
-        match status.code:
-            case StatusCode.SUCCESS:
-                self._succeeded(turn, room, status)
-            case StatusCode.FAILED:
-                self._break(turn, room, f"prefill rank {status.prefill_rank} failed it")
-            case _:
-                self._rejected["status"] += 1
+        if self._quarantine.heard(turn, status):
+            self._rejected["late"] += 1
+        elif room := self._live(turn, status.room, generation or Generation(0), peer):
+            self._reported(turn, room, status)
 
     @_on.register
     def _(self, event: events.Landed, turn: DecodeTurn) -> None:
@@ -270,6 +271,15 @@ class DecodeMachine:
             return None
         return room
 
+    def _taken(self, turn: DecodeTurn, number: Room) -> str | None:
+        """Why the number takes no new use now."""
+        if number in self._rooms:
+            return "is live"
+        if number in self._quarantine:
+            return "has failed, and its blocks may still be written to"
+        stone = self._graveyard.find(number, turn.now)
+        return "has just ended and its peer cannot tell uses apart" if stone and stone.is_raw else None
+
     def _generation_of(self, number: Room) -> Generation | None:
         room = self._rooms.get(number)
         return room.generation if room else None
@@ -289,6 +299,14 @@ class DecodeMachine:
     def _failed_by_prefill(self, turn: DecodeTurn, peer: Peer, failed: Failed) -> None:
         if room := self._live(turn, failed.room, failed.generation, peer):
             self._break(turn, room, f"prefill: {failed.cause}")
+
+    def _reported(self, turn: DecodeTurn, room: DecodeRoom, status: Status) -> None:
+        if status.code is StatusCode.FAILED:  # from an idle rank too: its instance agreed that the room is over
+            self._break(turn, room, f"prefill rank {status.prefill_rank} failed it")
+        elif status.code is not StatusCode.SUCCESS:
+            self._rejected["status"] += 1
+        elif status.prefill_rank in room.expected:
+            self._succeeded(turn, room, status)
 
     def _succeeded(self, turn: DecodeTurn, room: DecodeRoom, status: Status) -> None:
         first = room.successes.setdefault(status.prefill_rank, status) is status
@@ -324,23 +342,30 @@ class DecodeMachine:
         if before is DecodeState.WAITING:
             turn.add(CloseWindow(number, room.generation))
         del self._rooms[number]
-        self._graveyard.bury(number, Tombstone(room.cause, turn.now + self._settings.tombstone_s))
+        peer = self._peers.get(room.peer)
+        raw = {}
+        if before is DecodeState.WAITING and peer is not None and peer.is_legacy:
+            raw = {(self._session, Life("")): Generation(0)}
+        self._graveyard.bury(number, Tombstone(room.cause, turn.now + self._settings.tombstone_s, ended=raw))
         self._totals[room.state.value] += 1
         delivered = room.delivered() if room.state is DecodeState.READY else None
         if delivered is not None:
             turn.add(Deliver(number, ticket, delivered))
             return
-        peer = self._peers.get(room.peer)
         if before is DecodeState.WAITING and peer is not None:
             cancel = Cancel(number, room.generation, room.cause or "unknown")
             turn.add(*(Tell(link.channel, cancel) for link in peer.links.values()))
-        turn.add(Fail(number, ticket, RoomFailed(number, room.cause or "unknown", tuple(room.story))))
+        if room.writers_left:
+            self._quarantine.hold(room.request, room.writers_left, turn.now)
+        error = RoomFailed(number, room.cause or "unknown", tuple(room.story))
+        turn.add(Fail(number, ticket, error, held=bool(room.writers_left)))
 
     def _enter_waiting(self, turn: DecodeTurn, room: DecodeRoom) -> None:
         peer = self._peers.get(room.peer)
         assert peer is not None, "a room joins through its peer"
         number, manifest = room.request.room, room.request.manifest
         room.expected = {rank: expected_bytes(self._layout, manifest, route) for rank, route in peer.routes.items()}
+        room.counted = not (self._settings.one_sided or peer.is_legacy)
         self._timers.set(number, turn.now + self._settings.waiting_timeout_s)
         turn.add(OpenWindow(number, room.generation, manifest, peer.writers))
         for link in peer.links.values():
@@ -357,6 +382,7 @@ class DecodeMachine:
 
     def _expire(self, turn: DecodeTurn) -> None:
         self._graveyard.expire(turn.now)
+        self._quarantine.expire(turn)
         for number in list(self._timers.due(turn.now)):
             room = self._rooms[number]
             waited = f"after {turn.now - room.since:.1f} s"

@@ -28,6 +28,7 @@ class DecodeRoom:
     expected: Mapping[Rank, int] = attrs.field(factory=dict)
     successes: dict[Rank, Status] = attrs.field(factory=dict)
     landed: dict[Rank, int] = attrs.field(factory=dict)
+    counted: bool = True  # we hear which bytes have landed, and can stop them
     cause: str | None = None
     story: list[str] = attrs.field(factory=list)
 
@@ -48,11 +49,18 @@ class DecodeRoom:
 
     @property
     def has_every_byte(self) -> bool:
-        return all(self.landed.get(rank, 0) == nbytes for rank, nbytes in self.expected.items())
+        return not self.counted or all(self.landed.get(rank, 0) == nbytes for rank, nbytes in self.expected.items())
+
+    @property
+    def writers_left(self) -> frozenset[Rank]:
+        """Prefill ranks that may still write, and that nothing here can stop."""
+        return frozenset() if self.counted else frozenset(self.expected.keys() - self.successes.keys())
 
     def missing(self) -> str:
         """What has not come, for the error of a room that waited too long."""
         silent = sorted(self.expected.keys() - self.successes.keys())
+        if not self.counted:
+            return f"no Success from prefill ranks {silent}"
         short = sorted(rank for rank, nbytes in self.expected.items() if self.landed.get(rank, 0) != nbytes)
         return f"no Success from prefill ranks {silent}, bytes missing from prefill ranks {short}"
 

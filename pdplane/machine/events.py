@@ -190,16 +190,23 @@ PrefillEvent: TypeAlias = (
 
 @attrs.frozen
 class Channel:
-    """One connection of this decode rank: to one life of one prefill rank behind one rendezvous."""
+    """One connection of this decode rank: to one life of one prefill rank behind one rendezvous.
+
+    A legacy prefill rank does not name its life: the empty one stands for it.
+    """
 
     bootstrap: Endpoint
     prefill_rank: Rank
     life: Life
 
+    @property
+    def is_legacy(self) -> bool:
+        return not self.life
+
 
 @attrs.frozen
 class PeerRank:
-    """Where one prefill rank listens, and which life of it."""
+    """Where one prefill rank listens, and which life of it; an empty one for a legacy rank."""
 
     prefill_rank: Rank
     endpoint: Endpoint
@@ -256,10 +263,11 @@ class ChannelBroken:
 
 @attrs.frozen
 class StatusFromPrefill:
-    """A status frame arrived on this channel."""
+    """A status frame arrived on this channel; `generation` when the channel knows for which use of the room it is."""
 
     channel: Channel
     status: Status
+    generation: Generation | None = None
 
 
 @attrs.frozen

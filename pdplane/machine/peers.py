@@ -48,6 +48,7 @@ class Peer:
 
     key: PeerKey
     lives: dict[Rank, Life]
+    endpoints: dict[Rank, Endpoint]
     routes: dict[Rank, RankRoute]  # of the ranks that send to us
     links: dict[Rank, Link]
     suspect: bool = False
@@ -69,6 +70,10 @@ class Peer:
             case _:
                 return False
         return True
+
+    @property
+    def is_legacy(self) -> bool:
+        return any(link.channel.is_legacy for link in self.links.values())
 
     @property
     def writers(self) -> tuple[tuple[Rank, Life], ...]:
@@ -123,7 +128,12 @@ class Peers:
         return self._timers.earliest()
 
     def same_lives(self, peer: Peer, found: PeerFound) -> bool:
-        return all(peer.lives.get(rank.prefill_rank) == rank.life for rank in found.ranks)
+        """Whether these are the ranks that we know. A legacy rank that restarted is known by its new address only."""
+        return all(
+            peer.lives.get(rank.prefill_rank) == rank.life
+            and (rank.life or peer.endpoints.get(rank.prefill_rank) == rank.endpoint)
+            for rank in found.ranks
+        )
 
     def join(self, turn: DecodeTurn, found: PeerFound) -> Peer:
         """Connect to the ranks that we need and register; raises LayoutMismatch or another ProtocolError."""
@@ -142,8 +152,9 @@ class Peers:
                 links[rank.prefill_rank] = Link(channel, rank.prefill_rank not in routes, turn.now)
                 turn.add(Connect(channel, rank.endpoint))
         lives = {rank.prefill_rank: rank.life for rank in found.ranks}
+        endpoints = {rank.prefill_rank: rank.endpoint for rank in found.ranks}
         key = (found.bootstrap, found.dp_group)
-        peer = self._peers[key] = Peer(key, lives, routes, links)
+        peer = self._peers[key] = Peer(key, lives, endpoints, routes, links)
         self._sizes[found.bootstrap] = found.dp_size
         for link in links.values():
             self.introduce(turn, link)

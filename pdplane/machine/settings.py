@@ -24,7 +24,10 @@ class PrefillSettings:
 
 @attrs.frozen(kw_only=True)
 class DecodeSettings:
-    """Settings of a decode rank's machine."""
+    """Settings of a decode rank's machine.
+
+    `one_sided`: bytes land past the fence and unheard, whoever sends them; those of legacy ranks always do.
+    """
 
     tp_size: int = 1
     tp_rank: int = 0
@@ -35,4 +38,6 @@ class DecodeSettings:
     ping_misses: int = 3
     tombstone_s: float = 10.0
     late_bytes_s: float = 10.0
+    one_sided: bool = False
+    quarantine_timeout_s: float = 300.0
     max_rooms: int = 4096
