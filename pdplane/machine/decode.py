@@ -139,6 +139,7 @@ class DecodeMachine:
         if peer is not None and not self._peers.same_lives(peer, event):
             self._lose(turn, peer, "prefill restarted")
             peer = None
+        peer = peer or self._peers.known_as(event)
         if peer is not None:
             peer.suspect = False
         room = self._resolving(event.room, event.bootstrap)

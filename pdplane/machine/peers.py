@@ -135,6 +135,14 @@ class Peers:
             for rank in found.ranks
         )
 
+    def known_as(self, found: PeerFound) -> Peer | None:
+        """The peer of the same ranks behind another name of its rendezvous: they have one session with us, not two."""
+        ranks = {rank.prefill_rank for rank in found.ranks}
+        for peer in self._peers.values():
+            if peer.key[1] == found.dp_group and peer.lives.keys() == ranks and self.same_lives(peer, found):
+                return peer
+        return None
+
     def join(self, turn: DecodeTurn, found: PeerFound) -> Peer:
         """Connect to the ranks that we need and register; raises LayoutMismatch or another ProtocolError."""
         compare_layouts(self._layout, found.layout)

@@ -10,10 +10,10 @@ import pytest
 
 from pdplane import wire
 from pdplane.errors import RoomFailed
-from pdplane.ids import SessionId, new_life
+from pdplane.ids import Endpoint, SessionId, new_life
 from pdplane.messages import Hello, Preallocation, Registration, Window
 from tests.plane.conftest import StartDecode, StartPrefill
-from tests.plane.sides import DecodeSide, PrefillSide, meet
+from tests.plane.sides import DecodeSide, Meeting, PrefillSide, meet
 from tests.raw_peers import RawDealer
 from tests.waiting import PATIENCE_S, until
 
@@ -172,3 +172,14 @@ def test_a_room_outlives_a_cut_between_its_pushes(prefill: PrefillSide, start_de
     meeting.work.push(source, range(2, 3))
     meeting.work.finish(first_token=3)
     assert meeting.waiting.wait(PATIENCE_S).first_token == 3
+
+
+def test_two_names_of_one_rendezvous_are_one_prefill(prefill: PrefillSide, start_decode: StartDecode) -> None:
+    decode = start_decode()
+    for host in ("127.0.0.1", "localhost", "127.0.0.1"):
+        target, manifest = decode.lend(10)
+        named = Endpoint(host, prefill.rendezvous.port)
+        waiting = decode.plane.open(1, prefill=named, manifest=manifest)
+        Meeting(prefill, decode, prefill.plane.open(1), waiting, target, 10).serve()
+    assert decode.plane.statistics()["sessions"] == {"peers": 1, "sessions": 1}
+    assert prefill.plane.statistics()["sessions"]["peers"] == 1
