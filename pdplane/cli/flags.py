@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from pdplane.cli.logs import LEVELS
-from pdplane.cli.options import count, duration, port, size
+from pdplane.cli.options import count, duration, port, size, whole
 from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, PAGE_LAYOUTS, EngineOptions
 from pdplane.errors import ConfigError
 from pdplane.security import Secret
@@ -49,6 +49,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         choices=PAGE_LAYOUTS,
         default="hnd",
         help="hnd moves every cache; nhd is what legacy engines publish (hnd)",
+    )
+    model.add_argument(
+        "--layerwise-interval",
+        type=whole,
+        default=1,
+        metavar="N",
+        help="layers that prefill sends together while it computes the next ones (1); 0: all of them at the end",
     )
     model.add_argument("--kv-bits", type=int, choices=KV_BITS, help="quantise the KV cache")
     model.add_argument("--kv-group-size", type=int, choices=KV_GROUP_SIZES, default=64)
@@ -98,6 +105,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         kv_group_size=args.kv_group_size,
         seed=args.seed,
         page_layout=args.page_layout,
+        layerwise_interval=args.layerwise_interval,
     )
 
 

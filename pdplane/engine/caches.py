@@ -156,6 +156,10 @@ class Leaf:
             found = found[step]
         return found
 
+    def put(self, caches: list[Cache], cache: Cache) -> None:
+        """Put another cache object in this leaf's place."""
+        caches[self.layer] = _replaced(caches[self.layer], self.path, cache)
+
     def prefix(self) -> str:
         """The start of this leaf's field ids, ending with a dot or underscore."""
         return f"layer.{self.layer}." + "".join(f"c{step}_" for step in self.path)
@@ -201,6 +205,15 @@ def _inside(cache: Cache, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ..
         return
     for number, inner in enumerate(cache.caches):
         yield from _inside(inner, (*path, number))
+
+
+def _replaced(holder: Cache, path: tuple[int, ...], cache: Cache) -> Cache:
+    if not path:
+        return cache
+    inner = list(holder.caches)
+    inner[path[0]] = _replaced(inner[path[0]], path[1:], cache)
+    holder.caches = tuple(inner)
+    return holder
 
 
 def _row_shape(array: mx.array) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import mlx.core as mx
@@ -42,14 +42,16 @@ class Forward:
     def __attrs_post_init__(self) -> None:
         self.caches = list(make_prompt_cache(self.model.network))
 
-    def prefill_chunks(self, tokens: Sequence[int]) -> Iterator[int]:
+    def prefill_chunks(self, tokens: Sequence[int], begin: Callable[[int], None] = lambda _goal: None) -> Iterator[int]:
         """Run all tokens but the last, a chunk at each `next`; yields the tokens done so far.
 
-        Chunks are `prefill_step_size` long, and the last token is left for `step`: other chunks give other bits.
+        `begin` is called before each chunk with the tokens done after it. Chunks are `prefill_step_size` long, and the
+        last token is left for `step`: other chunks give other bits.
         """
         done = 0
         while (remaining := len(tokens) - 1 - done) > 0:
             chunk = tokens[done : done + min(self.options.prefill_step_size, remaining)]
+            begin(done + len(chunk))
             with mx.stream(generation_stream):
                 self.model.network(mx.array(list(chunk))[None], cache=self.caches)
                 self._quantise()
@@ -57,6 +59,10 @@ class Forward:
                 mx.clear_cache()
             done += len(chunk)
             yield done
+
+    def count_chunks(self, tokens: Sequence[int]) -> int:
+        """How many chunks `prefill_chunks` will run."""
+        return -(-(len(tokens) - 1) // self.options.prefill_step_size)
 
     def step(self, token: mx.array) -> Row:
         """Start the step of one token, a scalar array that need not be computed yet."""

@@ -37,6 +37,8 @@ class EngineOptions:
     seed: int = 0
     page_layout: str = "hnd"
     """`hnd`: head-major pages of every cache, bit for bit; `nhd`: token-major pages, as legacy engines publish."""
+    layerwise_interval: int = 1
+    """Layers whose pages prefill gives away together while it computes the next ones; 0: all of them at the end."""
 
     def __attrs_post_init__(self) -> None:
         if self.page_layout not in PAGE_LAYOUTS:
@@ -46,6 +48,8 @@ class EngineOptions:
         for name in ("prefill_step_size", "block_tokens", "arena_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.layerwise_interval < 0:
+            raise ConfigError(f"layerwise_interval must be at least 0, not {self.layerwise_interval}")
         if self.kv_bits is not None and self.kv_bits not in KV_BITS:
             raise ConfigError(f"kv_bits must be one of {', '.join(map(str, KV_BITS))}, not {self.kv_bits}")
         if self.kv_group_size not in KV_GROUP_SIZES:

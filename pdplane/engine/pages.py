@@ -12,13 +12,15 @@ import numpy as np
 from pdplane.engine.caches import Leaf, Tensor
 from pdplane.engine.layout import KV, STATE, carried, field_id
 from pdplane.engine.untyped import Cache
-from pdplane.engine.views import Buffer, Numbers, bits_of, carrier
+from pdplane.engine.views import Buffer, Numbers, bits_later, bits_of, carrier, numbers_of
 from pdplane.errors import ConfigError
 from pdplane.ids import FieldId, GroupId
 from pdplane.kv.arena import Arena
 from pdplane.kv.layout import Layout
 
 Blocks = Mapping[GroupId, Sequence[int]]
+Bits = Mapping[str, mx.array]
+"""A leaf's tensors by name, as integers of their width."""
 
 _RESERVE = 256  # tokens a sequence can grow before MLX has to copy its cache
 _STEP = 256  # mlx-lm's caches grow by this many rows
@@ -35,6 +37,10 @@ class _Run:
 
 class Pages:
     """The arena seen as one array a field: shape (blocks, *field shape), without the null block."""
+
+    history_group = KV
+    has_snapshots = True
+    """States are snapshots: the prompt's last chunk completes them, wherever it begins."""
 
     def __init__(self, layout: Layout, arena: Arena, leaves: Sequence[Leaf]) -> None:
         self._last = {group.group_id: group.page_count - 1 for group in layout.groups}
@@ -58,16 +64,34 @@ class Pages:
         """A field of the leaf's; all of them belong to one step of the layout."""
         return field_id(leaf, carried(leaf)[0])
 
-    def cut(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
-        """Copy a cache of `length` tokens into its blocks; the rest of the last page becomes zeros."""
+    def bits(self, leaf: Leaf, cache: Cache) -> Bits:
+        """The cache's tensors that have bytes, not computed yet."""
+        tensors = leaf.kind.take(cache)
+        return {tensor.name: bits_later(tensors[tensor.name]) for tensor in carried(leaf)}
+
+    def cut(self, leaf: Leaf, cache: Cache, blocks: Blocks, rows: range) -> None:
+        """Copy a cache into its blocks: of a history these rows (as in `cut_rows`), of a state all of it."""
+        if leaf.kind.is_history:
+            self.cut_history(leaf, self.bits(leaf, cache), blocks, rows)
+        else:
+            self._cut_state(leaf, cache, blocks, rows.stop)
+
+    def cut_history(self, leaf: Leaf, bits: Bits, blocks: Blocks, rows: range) -> None:
+        """Copy some rows of a history's tensors into its blocks, as in `cut_rows`; waits until they are computed."""
+        for name, pages in self._history(leaf).items():
+            cut_rows(numbers_of(bits[name])[0], pages, blocks[self.history_group], rows)
+
+    def _cut_state(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
+        """Copy a state as it is after `length` tokens."""
+        del length  # a snapshot holds its own indices
         tensors = leaf.kind.take(cache)
         for tensor in carried(leaf):
             pages = self._views[field_id(leaf, tensor)]
-            source = bits_of(tensors[tensor.name])
-            if not leaf.kind.is_history:
-                pages[blocks[STATE][0] - 1] = source.reshape(tensor.shape)
-                continue
-            cut_rows(source[0], pages, blocks[KV], length)
+            pages[blocks[STATE][0] - 1] = bits_of(tensors[tensor.name]).reshape(tensor.shape)
+
+    def _history(self, leaf: Leaf) -> Mapping[str, Numbers]:
+        """Pages of shape (blocks, heads, tokens, width) by tensor name."""
+        return {tensor.name: self._views[field_id(leaf, tensor)] for tensor in carried(leaf)}
 
     def assemble(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
         """Fill a fresh cache from its blocks; bytes beyond `length` tokens are never read.
@@ -87,16 +111,20 @@ class Pages:
         leaf.kind.give(cache, tensors, length)
 
 
-def cut_rows(source: Numbers, pages: Numbers, blocks: Sequence[int], length: int) -> None:
-    """Copy `length` rows of (heads, rows, width) into pages (blocks, heads, tokens, width), whatever their strides."""
+def cut_rows(source: Numbers, pages: Numbers, blocks: Sequence[int], rows: range) -> None:
+    """Copy rows of (heads, rows, width) into pages (blocks, heads, tokens, width), whatever their strides.
+
+    `rows` begin at a block's border and end at one, or at the prompt's end: then the rest of the page becomes zeros.
+    """
     step = pages.shape[2]
-    whole = length // step
-    for run in _runs(blocks[:whole]):
-        rows = source[:, run.slot * step : (run.slot + run.count) * step]
-        pages[run.page : run.page + run.count] = _paged(rows, run.count).swapaxes(0, 1)
-    if rest := length - whole * step:
+    first, whole = rows.start // step, rows.stop // step
+    for run in _runs(blocks[first:whole]):
+        start = (first + run.slot) * step
+        part = source[:, start : start + run.count * step]
+        pages[run.page : run.page + run.count] = _paged(part, run.count).swapaxes(0, 1)
+    if rest := rows.stop - whole * step:
         last = pages[blocks[whole] - 1]
-        last[:, :rest] = source[:, whole * step : length]
+        last[:, :rest] = source[:, whole * step : rows.stop]
         last[:, rest:] = 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import mlx.core as mx
@@ -12,6 +12,7 @@ from pdplane.engine.engine import Engine
 from pdplane.engine.forward import Forward
 from pdplane.engine.layout import carried
 from pdplane.engine.pages import Blocks
+from pdplane.engine.tap import OnStep, Tap
 from pdplane.engine.thread import Job, Turns
 from pdplane.engine.views import Numbers, row_of
 
@@ -32,15 +33,16 @@ class PrefillEngine(Engine):
         self,
         tokens: Sequence[int],
         blocks: Blocks,
-        on_step: Callable[[range], None],
+        on_step: OnStep,
         *,
         keep_row: bool = False,
     ) -> Job[FirstToken]:
         """Compute a prompt into `blocks`, which hold `blocks_needed(len(tokens))` ids of each group in slot order.
 
-        `on_step(steps)` is called on the MLX thread when the pages of those layout steps are in the arena: ascending,
-        each step once, all of them before the job ends well. An exception from it fails the job. Raises ConfigError at
-        once for a prompt or blocks that cannot work.
+        `on_step(steps, chunk)` is called on the MLX thread when the pages that these tokens complete are in the arena,
+        in the fields of those layout steps: each (step, token) once, in the tokens' order, all of them before the job
+        ends well. An exception from it fails the job. Raises ConfigError at once for a prompt or blocks that cannot
+        work.
         """
         prompt = tuple(tokens)
         self.check_prompt_len(len(prompt))
@@ -50,22 +52,24 @@ class PrefillEngine(Engine):
         owned = {group_id: tuple(ids) for group_id, ids in blocks.items()}
         return self.thread.submit(lambda: self._turns(prompt, owned, on_step, keep_row=keep_row))
 
-    def _turns(
-        self, prompt: tuple[int, ...], blocks: Blocks, on_step: Callable[[range], None], *, keep_row: bool
-    ) -> Turns[FirstToken]:
+    def _turns(self, prompt: tuple[int, ...], blocks: Blocks, on_step: OnStep, *, keep_row: bool) -> Turns[FirstToken]:
         forward = Forward(self.opened.model, self.options)
-        for _ in forward.prefill_chunks(prompt):
+        tap = Tap(self._leaves_by_step(), self.opened.pages, blocks, on_step, self.options)
+        tap.attach(forward.caches, forward.count_chunks(prompt))
+        for _ in forward.prefill_chunks(prompt, tap.begin):
+            tap.end(forward.caches)
             yield
         row = forward.step(mx.array(prompt[-1]))
         token, logprob = row.wait()
         forward.settle()
-        yield  # a cancelled job writes no page
-        for leaf in self._leaves_in_step_order():
-            self.opened.pages.cut(leaf, leaf.find(forward.caches), blocks, len(prompt))
-        on_step(range(len(self.layout.steps)))
+        yield  # a cancelled job writes no more pages
+        tap.finish(forward.caches, len(prompt))
         return FirstToken(token, logprob, row_of(row.logprobs) if keep_row else None)
 
-    def _leaves_in_step_order(self) -> list[Leaf]:
+    def _leaves_by_step(self) -> list[tuple[int, Leaf]]:
+        """Layout step and leaf of all leaves that have bytes, ascending."""
         order = {name: number for number, step in enumerate(self.layout.steps) for name in step}
         leaves = [leaf for leaf in self.opened.leaves if carried(leaf)]
-        return sorted(leaves, key=lambda leaf: order[self.opened.pages.first_field(leaf)])
+        return sorted(
+            ((order[self.opened.pages.first_field(leaf)], leaf) for leaf in leaves), key=lambda found: found[0]
+        )

@@ -6,6 +6,7 @@ The same name and seed give the same weights in every process, so two daemons ag
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -93,17 +94,18 @@ class Tiny:
 
 
 def build_tiny(name: str, seed: int = 0) -> Tiny:
-    """Build `FAMILY`, `FAMILY-f32`, `FAMILY-bf16` or `FAMILY-q4` on the MLX thread.
+    """Build `FAMILY`, `FAMILY-f32`, `FAMILY-bf16` or `FAMILY-q4` on the MLX thread; `@N` behind it gives it N layers.
 
     Raises ConfigError that lists the families.
     """
-    family, _, weights = name.partition("-")
+    kind, _, layers = name.partition("@")
+    family, _, weights = kind.partition("-")
     if family not in FAMILIES:
         raise ConfigError(f"unknown tiny family {family!r}; known: {', '.join(sorted(FAMILIES))}")
     if (weights or "f32") not in _WEIGHTS:
         raise ConfigError(f"unknown tiny weights {weights!r}; known: {', '.join(_WEIGHTS)}")
     dtype, quantization = _WEIGHTS[weights or "f32"]
-    config = {**_COMMON, **FAMILIES[family], "tiny": name, "seed": seed}
+    config = {**_COMMON, **FAMILIES[family], "tiny": name, "seed": seed} | _depth(family, layers)
     if quantization is not None:
         config["quantization"] = dict(quantization)
     mx.random.seed(seed)  # some families draw their time constants while they are made
@@ -114,6 +116,14 @@ def build_tiny(name: str, seed: int = 0) -> Tiny:
     network.eval()
     mx.eval(network.parameters())
     return Tiny(network, config, _tokenizer())
+
+
+def _depth(family: str, layers: str) -> dict[str, int]:
+    if not layers:
+        return {}
+    if "layer_types" in FAMILIES[family] or not re.fullmatch(r"[1-9][0-9]{0,2}", layers):
+        raise ConfigError(f"tiny model {family!r} cannot have {layers!r} layers")
+    return {"num_hidden_layers": int(layers)}
 
 
 def _quantise(name: str, network: Network, quantization: Mapping[str, int]) -> None:

@@ -35,6 +35,9 @@ class TokenPages(Pages):
     `step_size` must be that of the run whose caches are cut or replaced: it decides a ring's rows.
     """
 
+    history_group = FULL
+    has_snapshots = False
+
     def __init__(self, layout: Layout, arena: Arena, leaves: Sequence[Leaf], step_size: int) -> None:
         super().__init__(layout, arena, ())
         self._step_size = step_size
@@ -44,18 +47,17 @@ class TokenPages(Pages):
     def first_field(self, leaf: Leaf) -> FieldId:
         return self._stores[leaf.layer].field_id
 
-    def cut(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
-        """Copy a cache of `length` tokens into its blocks.
+    def _cut_state(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
+        """Copy a ring after `length` tokens into its blocks.
 
-        A ring holds no more than its window: what a first block holds of earlier tokens becomes zeros.
+        It holds no more than its window: what a first block holds of earlier tokens becomes zeros.
         """
         for name, pages in self._stores[leaf.layer].views.items():
-            if leaf.kind.is_history:
-                source = bits_of(leaf.kind.take(cache)[name])
-                cut_rows(source[0], pages, blocks[FULL], length)
-            else:
-                source = bits_of(cache.keys if name == "ring_k" else cache.values)
-                self._cut_ring(source[0], pages, leaf, blocks, length)
+            source = bits_of(cache.keys if name == "ring_k" else cache.values)
+            self._cut_ring(source[0], pages, leaf, blocks, length)
+
+    def _history(self, leaf: Leaf) -> Mapping[str, Numbers]:
+        return self._stores[leaf.layer].views
 
     def assemble(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
         """Fill a fresh cache from its blocks; bytes beyond `length` tokens are never read."""
@@ -83,7 +85,7 @@ class TokenPages(Pages):
         rows = np.flatnonzero(tokens >= first)
         ordered = np.zeros((source.shape[0], length - first, source.shape[2]), source.dtype)
         ordered[:, tokens[rows] - first] = source[:, rows]
-        cut_rows(ordered, pages, blocks[SLIDING], length - first)
+        cut_rows(ordered, pages, blocks[SLIDING], range(length - first))
 
     def _join_ring(self, pages: Numbers, tensor: Tensor, blocks: Blocks, length: int) -> mx.array:
         first = self._first_token(length)

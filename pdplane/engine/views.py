@@ -51,7 +51,16 @@ def carrier(dtype: mx.Dtype) -> npt.DTypeLike:
 
 def bits_of(array: mx.array) -> Numbers:
     """The bits of an array as numpy integers of its element width, without a copy where its strides allow."""
-    bits = array.view(_CARRIERS[array.dtype.size][0])
+    return numbers_of(bits_later(array))
+
+
+def bits_later(array: mx.array) -> mx.array:
+    """The bits of an array as integers of its element width; not computed yet."""
+    return array.view(_CARRIERS[array.dtype.size][0])
+
+
+def numbers_of(bits: mx.array) -> Numbers:
+    """A numpy view of an array of a type that numpy has; waits for it."""
     mx.eval(bits)
     return np.array(bits, copy=False)
 

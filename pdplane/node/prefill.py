@@ -122,7 +122,9 @@ class PrefillNode:
         try:
             if leg.room.done.done():
                 raise LocalProtocolError("the room ended while it stood in line")
-            leg.job = self._engine.prefill(leg.request.tokens, blocks, lambda steps: self._push(leg, blocks, steps))
+            leg.job = self._engine.prefill(
+                leg.request.tokens, blocks, lambda steps, chunk: self._push(leg, blocks, steps, chunk)
+            )
         except PdplaneError as error:
             leg.cancel(str(error))
             self._let_go(leg, "engine")
@@ -131,10 +133,10 @@ class PrefillNode:
         if leg.room.done.done():
             leg.job.cancel()
 
-    def _push(self, leg: PrefillLeg, blocks: Mapping[GroupId, tuple[int, ...]], steps: range) -> None:
-        """Some layers' pages are complete: send them while the rest is computed."""
+    def _push(self, leg: PrefillLeg, blocks: Mapping[GroupId, tuple[int, ...]], steps: range, chunk: range) -> None:
+        """Some layers' pages are complete up to the chunk's end: send them while the rest is computed."""
         if not leg.room.done.done():
-            leg.room.push(blocks, steps)
+            leg.room.push(blocks, steps, chunk)
 
     def _finish(self, leg: PrefillLeg, job: Future[Any], started: float) -> None:
         """The engine has ended: tell the room how."""

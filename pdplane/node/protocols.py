@@ -278,11 +278,12 @@ class PrefillEngine(Engine, Protocol):
     """Computes a prompt's KV into blocks of its arena."""
 
     def prefill(
-        self, tokens: Sequence[int], blocks: Mapping[GroupId, Sequence[int]], on_step: Callable[[range], None]
+        self, tokens: Sequence[int], blocks: Mapping[GroupId, Sequence[int]], on_step: Callable[[range, range], None]
     ) -> EngineJob:
         """Begin a prompt; raises ConfigError at once for what cannot work.
 
-        `on_step` names layout steps whose pages are complete; the future gives the first token.
+        `on_step(steps, chunk)`: the pages that these tokens of the prompt complete are in the arena, in the fields of
+        these layout steps (`PrefillRoom.push` takes both). All of it is told before the future gives the first token.
         """
 
 

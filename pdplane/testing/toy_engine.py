@@ -184,10 +184,10 @@ class ToyEngine:
 
 
 class ToyPrefillEngine(ToyEngine):
-    """Writes a prompt's KV chunk by chunk; each layer is a step of its own."""
+    """Writes a prompt's KV chunk by chunk and tells of it; each layer of the last chunk is told on its own."""
 
     def prefill(
-        self, tokens: Sequence[int], blocks: Mapping[GroupId, Sequence[int]], on_step: Callable[[range], None]
+        self, tokens: Sequence[int], blocks: Mapping[GroupId, Sequence[int]], on_step: Callable[[range, range], None]
     ) -> ToyJob:
         """Begin a prompt; the future gives a FirstToken, or the poison's RuntimeError."""
         self.check_prompt_len(len(tokens))
@@ -196,19 +196,21 @@ class ToyPrefillEngine(ToyEngine):
         return self._thread.submit(self._prefill(tuple(tokens), blocks, on_step))
 
     def _prefill(
-        self, tokens: tuple[int, ...], blocks: Mapping[GroupId, Sequence[int]], on_step: Callable[[range], None]
+        self, tokens: tuple[int, ...], blocks: Mapping[GroupId, Sequence[int]], on_step: Callable[[range, range], None]
     ) -> Turns:
-        options = self.options
+        options, steps, start = self.options, range(len(self.layout.steps)), 0
         for start in range(0, len(tokens), options.chunk_tokens):
             chunk = tokens[start : start + options.chunk_tokens]
             if options.poison in chunk:
                 raise RuntimeError(f"token {options.poison} is poison")
             write_kv(options, self.arena, self.layout, blocks[KV], chunk, start)
             self.turns += 1
+            if start + len(chunk) < len(tokens):
+                on_step(steps, range(start, start + len(chunk)))
             yield
         write_state(options, self.arena, self.layout, blocks, tokens)
-        for step in range(len(self.layout.steps)):
-            on_step(range(step, step + 1))
+        for step in steps:
+            on_step(range(step, step + 1), range(start, len(tokens)))
         return FirstToken(*next_token(options, digest_of_prompt(options, tokens), ()))
 
 

@@ -15,7 +15,8 @@ from pdplane.engine.pages import Blocks
 from pdplane.engine.prefill import FirstToken, PrefillEngine
 from pdplane.engine.reference import single_process
 from pdplane.ids import Rank
-from pdplane.kv.copies import plan_copies
+from pdplane.kv.copies import Copies, plan_block_copies, window_runs
+from pdplane.kv.layerwise import chunk_blocks
 from pdplane.kv.manifest import build_manifest
 from pdplane.kv.pool import Pool
 from pdplane.kv.routes import plan_route
@@ -42,6 +43,8 @@ class Pair:
         self.decode = DecodeEngine(options)
         self.prefill.start()
         self.decode.start()
+        self.parts: list[tuple[range, range]] = []
+        """What the last prompt was told in: (steps, tokens)."""
         self._pools = Pool(self.prefill.layout), Pool(self.decode.layout)
 
     def close(self) -> None:
@@ -56,23 +59,42 @@ class Pair:
         ):
             self.prefill.arena.bytes.fill(GARBAGE)
             self.decode.arena.bytes.fill(GARBAGE)
-            first = self.start(prompt, ours)
-            self.move(ours, theirs, len(prompt))
+            first = self.stream(prompt, ours, theirs)
             return self.finish(prompt, theirs, first, max_tokens, stop_ids)
 
-    def start(self, prompt: Sequence[int], blocks: Blocks) -> FirstToken:
-        steps: list[int] = []
-        first = self.prefill.prefill(prompt, blocks, steps.extend, keep_row=True).result(60)
-        assert steps == list(range(len(self.prefill.layout.steps)))
+    def stream(self, prompt: Sequence[int], ours: Blocks, theirs: Blocks) -> FirstToken:
+        """Prefill, and move what is told at the moment when it is told; each byte must be told once."""
+        landed = np.zeros(self.decode.arena.nbytes, np.uint8)
+
+        def on_step(steps: range, chunk: range) -> None:
+            self.parts.append((steps, chunk))
+            copies = self._plan(ours, theirs, len(prompt), steps, chunk)
+            self._copy(copies)
+            for target, length in zip(copies.destination, copies.length, strict=True):
+                landed[target : target + length] += 1
+
+        self.parts = []
+        first = self.prefill.prefill(prompt, ours, on_step, keep_row=True).result(60)
+        manifest = build_manifest(self.decode.layout, theirs, 0, len(prompt))
+        expected = np.zeros(self.decode.arena.nbytes, np.uint8)
+        for start, length in zip(*window_runs(self.decode.layout, manifest), strict=True):
+            expected[start : start + length] = 1
+        assert np.array_equal(landed, expected)
         return first
 
     def move(self, ours: Blocks, theirs: Blocks, prompt_len: int) -> None:
         """Copy the pages between the arenas, the way a transport is told to."""
-        zero = Rank(0)
-        route = plan_route(self.prefill.layout, self.decode.layout, 1, zero, 1, zero)
+        self._copy(self._plan(ours, theirs, prompt_len, range(len(self.prefill.layout.steps)), range(prompt_len)))
+
+    def _plan(self, ours: Blocks, theirs: Blocks, prompt_len: int, steps: range, chunk: range) -> Copies:
+        zero, source, target = Rank(0), self.prefill.layout, self.decode.layout
+        route = plan_route(source, target, 1, zero, 1, zero)
         assert route is not None
-        manifest = build_manifest(self.decode.layout, theirs, 0, prompt_len)
-        copies = plan_copies(route, self.prefill.layout, ours, self.decode.layout, manifest)
+        fields = {field for step in steps for field in source.steps[step]}
+        from_, to = (chunk_blocks(target, blocks, 0, prompt_len, chunk) for blocks in (ours, theirs))
+        return plan_block_copies(route, source, from_, target, to, fields)
+
+    def _copy(self, copies: Copies) -> None:
         for source, target, length in zip(copies.source, copies.destination, copies.length, strict=True):
             self.decode.arena.bytes[target : target + length] = self.prefill.arena.bytes[source : source + length]
 

@@ -81,7 +81,7 @@ def moved(source: list[object], target: list[object], length: int, *, block_toke
         counts[layout.groups[0].group_id] = -(-length // block_tokens)
     blocks = Pool(layout).allocate(counts)
     for leaf in leaves:
-        pages.cut(leaf, leaf.find(source), blocks, length)
+        pages.cut(leaf, leaf.find(source), blocks, range(length))
     for leaf in leaves:
         pages.assemble(leaf, leaf.find(target), blocks, length)
     return leaves
@@ -157,3 +157,13 @@ def test_the_first_decode_step_writes_in_place() -> None:
     for _ in range(capacity - 255):
         target.update_and_fetch(rows(2, 1, 16), rows(2, 1, 16))
     assert target.keys.shape[2] == capacity
+
+
+def test_a_leaf_is_replaced_in_its_own_place() -> None:
+    caches = [filled(KVCache(), 2), CacheList(filled(KVCache(), 2), CacheList(filled(KVCache(), 2)))]
+    for leaf in describe(caches, 2):
+        others = [cache for layer, path, cache in walk(caches) if (layer, path) != (leaf.layer, leaf.path)]
+        fresh = KVCache()
+        leaf.put(caches, fresh)
+        assert leaf.find(caches) is fresh
+        assert [c for layer, path, c in walk(caches) if (layer, path) != (leaf.layer, leaf.path)] == others

@@ -100,7 +100,7 @@ def test_a_cancelled_answer_ends_between_tokens(pair: Pair) -> None:
 
 
 def test_an_exception_in_a_callback_is_the_jobs_error(pair: Pair) -> None:
-    def broken(_: object) -> None:
+    def broken(*_: object) -> None:
         raise LookupError("no such room")
 
     ours = Pool(pair.prefill.layout).allocate(pair.prefill.blocks_needed(9))

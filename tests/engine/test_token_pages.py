@@ -61,7 +61,7 @@ def test_a_page_holds_the_tokens_of_its_slot_in_order(model: str) -> None:
         with PrefillEngine(options(model, page_layout=layout)) as engine:
             blocks = {group: tuple(range(1, count + 1)) for group, count in engine.blocks_needed(length).items()}
             blocks = _apart(engine.layout, blocks)
-            engine.prefill(prompt, blocks, lambda steps: None).result(60)
+            engine.prefill(prompt, blocks, lambda steps, chunk: None).result(60)
             pages[layout] = engine.layout, blocks, engine.arena.bytes.copy()
     full = 1 if model == "tiny:gemma3" else 0
     ours = _rows(*pages["nhd"], GroupId("full_attention"), FieldId(f"layer.{full}.k"))

@@ -47,9 +47,14 @@ class Pair:
 
     def answer(self, prompt: list[int], max_tokens: int, spoil: int | None = None) -> tuple[list[FirstToken], str]:
         source, destination = self.blocks(prompt)
-        steps: list[range] = []
-        first = self.prefill.prefill(prompt, source, steps.append).future.result(10)
-        assert steps == [range(step, step + 1) for step in range(len(self.prefill.layout.steps))]
+        told: dict[int, list[int]] = {step: [] for step in range(len(self.prefill.layout.steps))}
+
+        def on_step(steps: range, chunk: range) -> None:
+            for step in steps:
+                told[step].extend(chunk)
+
+        first = self.prefill.prefill(prompt, source, on_step).future.result(10)
+        assert told == {step: list(range(len(prompt))) for step in told}
         self.move(source, destination)
         if spoil is not None:
             self.decode.arena.bytes[spoil] ^= 1
@@ -109,22 +114,22 @@ def test_a_held_prefill_can_be_cancelled() -> None:
     hold = threading.Event()
     pair = Pair(ToyOptions(), hold)
     source, _destination = pair.blocks([1] * 100)
-    job = pair.prefill.prefill([1] * 100, source, lambda _steps: None)
+    job = pair.prefill.prefill([1] * 100, source, lambda _steps, _chunk: None)
     job.cancel()
     with pytest.raises(CancelledError):
         job.future.result(10)
-    waiting = pair.prefill.prefill([1] * 100, source, lambda _steps: None)
+    waiting = pair.prefill.prefill([1] * 100, source, lambda _steps, _chunk: None)
     pair.close()
     with pytest.raises(CancelledError):
         waiting.future.result(10)
     with pytest.raises(InternalError):
-        pair.prefill.prefill([1], source, lambda _steps: None)
+        pair.prefill.prefill([1], source, lambda _steps, _chunk: None)
 
 
 def test_poison_fails_its_own_job_only() -> None:
     pair = Pair(ToyOptions(poison=13))
     source, _destination = pair.blocks([1] * 20)
-    job = pair.prefill.prefill([1] * 10 + [13], source, lambda _steps: None)
+    job = pair.prefill.prefill([1] * 10 + [13], source, lambda _steps, _chunk: None)
     with pytest.raises(RuntimeError, match="poison"):
         job.future.result(10)
     assert pair.answer([1, 2], 3)[1] == "length"

@@ -1,0 +1,137 @@
+"""Layerwise streaming: a layer's pages leave for the arena while the layers behind it are computed.
+
+Some caches of the prompt are replaced by ones that tell of each update. The tensors of a layer are then started at
+once (`async_eval`) and waited for two caches later, on the same thread: meanwhile the graph of those two is built and
+queued, so the device never idles, and the copy into the pages runs beside its work. Cutting the graph there changes
+no bits. Histories go chunk by chunk; states, which every token changes, go after the last one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from mlx_lm.models.cache import QuantizedKVCache
+
+from pdplane.engine.caches import Leaf
+from pdplane.engine.options import EngineOptions
+from pdplane.engine.pages import Bits, Blocks, Pages
+from pdplane.engine.tapped import TappedCache
+from pdplane.engine.untyped import Cache, evaluate_later
+
+OnStep: TypeAlias = Callable[[range, range], None]
+"""Told (layout steps, tokens): the pages that these tokens complete are in the arena, in the fields of these steps."""
+
+_LAG = 2
+_MAX_PARTS = 256  # a prompt's longest train of pushes, whatever its chunks and layers
+
+
+class Tap:
+    """The pages of one prompt on their way out; lives on the MLX thread.
+
+    `begin` before each chunk, `end` after it, `finish` after the prompt's last token. Each (step, token)
+    of a history is told once. `leaves` come with their layout steps, in whose order they are told at the end.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[tuple[int, Leaf]],
+        pages: Pages,
+        blocks: Blocks,
+        on_step: OnStep,
+        options: EngineOptions,
+    ) -> None:
+        self._steps, self._leaves = [step for step, _ in leaves], [leaf for _, leaf in leaves]
+        self._pages, self._blocks = pages, blocks
+        self._on_step, self._options = on_step, options
+        self._block_tokens, self.interval = options.block_tokens, options.layerwise_interval
+        self._history = [number for number, leaf in enumerate(self._leaves) if leaf.kind.is_history]
+        self._done = 0  # tokens whose blocks are told
+        self._goal: int | None = None  # tokens after the chunk that runs, when that completes a block
+        self._unseen: set[int] = set()
+        self._pending: deque[tuple[int, Bits]] = deque()
+        self._missing: Counter[int] = Counter()  # leaves that a step waits for
+        self._ready: list[int] = []
+
+    def attach(self, caches: list[Cache], chunks: int) -> None:
+        """Put caches that tell of their updates in the place of a fresh prompt's plain ones."""
+        if not self._history:
+            self.interval = 0
+        if not self.interval:
+            return
+        steps = len({self._steps[number] for number in self._history})
+        self.interval = max(self.interval, -(-steps * chunks // _MAX_PARTS))
+        for number in self._history:
+            leaf, form = self._leaves[number], None
+            if leaf.cache_class is QuantizedKVCache:
+                form = self._options.kv_group_size, self._options.kv_bits or 8
+            leaf.put(caches, TappedCache(functools.partial(self._updated, number), form))
+
+    def begin(self, goal: int) -> None:
+        """A chunk begins, after which the caches hold `goal` tokens."""
+        if self.interval and goal // self._block_tokens > self._done // self._block_tokens:
+            self._goal = goal
+            self._unseen = set(self._history)
+            self._missing = Counter(self._steps[number] for number in self._history)
+
+    def end(self, caches: Sequence[Cache]) -> None:
+        """The chunk is computed: whatever it completes is told now at the latest."""
+        if self._goal is None:
+            return
+        while self._pending:
+            self._land(*self._pending.popleft())
+        for number in sorted(self._unseen):  # caches that a model does not update in one piece
+            leaf = self._leaves[number]
+            self._land(number, self._pages.bits(leaf, leaf.find(caches)))
+        self._tell()
+        self._done, self._goal = self._goal, None
+
+    def finish(self, caches: Sequence[Cache], length: int) -> None:
+        """All `length` tokens are computed: cut and tell the rest."""
+        rows = range(self._whole(self._done), length)
+        for leaf in self._leaves:
+            self._pages.cut(leaf, leaf.find(caches), self._blocks, rows)
+        streamed = {self._steps[number] for number in self._history}
+        start = {step: self._done if step in streamed or self._pages.has_snapshots else 0 for step in self._steps}
+        for steps in _joined(sorted(start), start):
+            self._on_step(steps, range(start[steps.start], length))
+
+    def _updated(self, number: int, cache: Cache) -> None:
+        if cache.offset != self._goal or number not in self._unseen:
+            return
+        self._unseen.discard(number)
+        bits = self._pages.bits(self._leaves[number], cache)
+        evaluate_later(*bits.values())
+        self._pending.append((number, bits))
+        if len(self._pending) > _LAG:
+            self._land(*self._pending.popleft())
+
+    def _land(self, number: int, bits: Bits) -> None:
+        self._unseen.discard(number)
+        rows = range(self._whole(self._done), self._whole(self._goal or 0))
+        self._pages.cut_history(self._leaves[number], bits, self._blocks, rows)
+        step = self._steps[number]
+        self._missing[step] -= 1
+        if not self._missing[step]:
+            self._ready.append(step)
+            if len(self._ready) >= self.interval:
+                self._tell()
+
+    def _tell(self) -> None:
+        ready, self._ready = sorted(self._ready), []
+        for steps in _joined(ready, dict.fromkeys(ready)):
+            self._on_step(steps, range(self._done, self._goal or 0))
+
+    def _whole(self, tokens: int) -> int:
+        return tokens // self._block_tokens * self._block_tokens
+
+
+def _joined(steps: Sequence[int], alike: Mapping[int, Any]) -> Iterator[range]:
+    """Ascending steps as ranges of neighbours that are alike."""
+    first = 0
+    for place in range(1, len(steps) + 1):
+        if place == len(steps) or steps[place] != steps[place - 1] + 1 or alike[steps[place]] != alike[steps[first]]:
+            yield range(steps[first], steps[place - 1] + 1)
+            first = place
