@@ -21,6 +21,7 @@ import attrs
 from pdplane.control.exchange import exchange, reason_in
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.rank_table import MARKER, MAX_WORLD_SIZE, VERSION
+from pdplane.control.resolve import find_address
 from pdplane.errors import LocalProtocolError, RendezvousError
 from pdplane.ids import Endpoint, Life, Rank, Room
 from pdplane.security import Secret
@@ -102,6 +103,20 @@ class LookUp:
             return
         search.add_done_callback(ended)
 
+    def check(self, bootstrap: Endpoint, dp_group: int, tp_rank: int, done: Callable[[Endpoint | None], None]) -> None:
+        """Ask once where a rank listens; `done` gets None when there is no answer. Never blocks."""
+
+        def ended(question: Future[RankAddress]) -> None:
+            answered = not question.cancelled() and question.exception() is None
+            done(Endpoint(question.result().host, question.result().port) if answered else None)
+
+        try:
+            question = self._http.run(self._rank(bootstrap, dp_group, tp_rank))
+        except LocalProtocolError:
+            done(None)
+            return
+        question.add_done_callback(ended)
+
     async def _search(self, bootstrap: Endpoint, room: Room) -> PrefillFound | PrefillNotFound:
         options, began, pause = self._options, time.monotonic(), self._options.first_pause_s
         while True:
@@ -135,10 +150,17 @@ class LookUp:
         answer = _Answer(bootstrap, await self._get(bootstrap, tp_rank, dp_group))
         host, port = answer.text("rank_ip"), answer.number("rank_port", 1, 65535)
         if answer.body.get(MARKER) is None:
-            return RankAddress(Rank(tp_rank), host, port)
+            return RankAddress(Rank(tp_rank), await self._address(bootstrap, host, port), port)
         answer.number(MARKER, VERSION, VERSION)
-        router_port = answer.number("router_port", 1, 65535)
-        return RankAddress(Rank(tp_rank), host, port, router_port, Life(answer.text("prefill_life")))
+        router_port, life = answer.number("router_port", 1, 65535), Life(answer.text("prefill_life"))
+        address = await self._address(bootstrap, host, router_port)
+        return RankAddress(Rank(tp_rank), address, port, router_port, life)
+
+    async def _address(self, bootstrap: Endpoint, host: str, port: int) -> str:
+        try:
+            return await find_address(host, port, self._options.connect_timeout_s)
+        except OSError as error:
+            raise RendezvousError(bootstrap.url("http"), _NOT_YET, str(error)) from error
 
     async def _get(self, bootstrap: Endpoint, tp_rank: int, dp_group: int) -> Mapping[str, Any]:
         query = f"engine_rank={tp_rank}&target_dp_group={dp_group}"
