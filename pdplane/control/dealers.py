@@ -102,12 +102,14 @@ class Dealers:
             self._reactor.unwatch(dealer)
             dealer.close()
 
-    def send(self, action: Tell | Offer) -> None:
+    def send(self, action: Tell | Offer) -> list[events.DecodeEvent]:
+        """Queue one message; gives no event: a peer that takes nothing falls silent, and that is noticed."""
         dealer = self._channels.get(action.channel)
         if dealer is not None:
             dealer.send(action)
         else:  # it could not be connected, and the machine has not been told yet
             self._rejected["undeliverable"] += 1
+        return []
 
     def close(self) -> None:
         for dealer in self._channels.values():

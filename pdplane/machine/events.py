@@ -198,6 +198,7 @@ class Channel:
     bootstrap: Endpoint
     prefill_rank: Rank
     life: Life
+    dp_group: int = 0
 
     @property
     def is_legacy(self) -> bool:

@@ -156,7 +156,7 @@ class Peers:
         links = {}
         for rank in found.ranks:
             if rank.prefill_rank in contacts:
-                channel = Channel(found.bootstrap, rank.prefill_rank, rank.life)
+                channel = Channel(found.bootstrap, rank.prefill_rank, rank.life, found.dp_group)
                 links[rank.prefill_rank] = Link(channel, rank.prefill_rank not in routes, turn.now)
                 turn.add(Connect(channel, rank.endpoint))
         lives = {rank.prefill_rank: rank.life for rank in found.ranks}

@@ -128,13 +128,13 @@ class DecodeNode:
             self._fail(leg, error)
             return
         opened = time.monotonic()
+        leg.room.released.add_done_callback(lambda _released: self._let_go(leg, "room"))
         leg.room.done.add_done_callback(lambda done: self._delivered(leg, done, opened))
         if leg.cause is not None:
             leg.room.cancel(leg.cause)
 
     def _delivered(self, leg: DecodeLeg, done: Future[Delivered], opened: float) -> None:
-        """The cache is whole, or the room failed; either way nothing lands in the blocks any more."""
-        self._let_go(leg, "room")
+        """The cache is whole, or the room failed."""
         leg.mark("transfer_wait_ms", opened)
         try:
             delivered = done.result()

@@ -115,9 +115,15 @@ class PrefillConfig(PlaneConfig):
 
 @attrs.frozen(kw_only=True)
 class DecodeConfig(PlaneConfig):
-    """A decode rank; `data_port` is where prefill ranks connect to push."""
+    """A decode rank; `data_port` is where prefill ranks connect to push.
+
+    `status_port` is where legacy prefill ranks report. Blocks of a failed room that such a rank may still write to
+    are kept for `quarantine_timeout_s` after its last word.
+    """
 
     data_port: int = 0
+    status_port: int = 0
+    quarantine_timeout_s: float = 300.0
 
 
 def log_legacy(config: PlaneConfig, others: str) -> None:

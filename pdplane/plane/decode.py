@@ -12,10 +12,11 @@ from pdplane import wire
 from pdplane.control.curve import Curve
 from pdplane.control.dealers import Dealers
 from pdplane.control.http_thread import HttpThread
+from pdplane.control.legacy_decode import LegacyPrefills, probed
 from pdplane.control.lookup import LookUp, LookUpOptions, PrefillFound, PrefillNotFound
 from pdplane.control.reactor import Reactor
 from pdplane.errors import ConfigError, LocalProtocolError, ProtocolError, WireError
-from pdplane.ids import Endpoint, Room, SessionId, new_life
+from pdplane.ids import Endpoint, Life, Room, SessionId, new_life
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import window_runs
 from pdplane.kv.layout import Layout
@@ -25,12 +26,12 @@ from pdplane.machine.decode import DecodeMachine
 from pdplane.machine.settings import DecodeSettings
 from pdplane.messages import Fingerprint, Hello, Registration
 from pdplane.plane import events as told
-from pdplane.plane.config import DecodeConfig
+from pdplane.plane.config import DecodeConfig, log_legacy
 from pdplane.plane.handles import Handles
 from pdplane.plane.rooms import DecodeRoom, broken, check_room, settle
 from pdplane.transport import reports
 from pdplane.transport.fence import Fence
-from pdplane.transport.registry import open_receiver
+from pdplane.transport.registry import Receiver, is_one_sided, open_receiver
 
 
 class DecodePlane:
@@ -57,23 +58,30 @@ class DecodePlane:
         self._fingerprint = fingerprint or Fingerprint()
         self._rejected: Counter[str] = Counter()
         self._fence = Fence(arena)
-        self._receiver = open_receiver(
-            config.transport,
-            listen=Endpoint(config.host, config.data_port),
-            decode_life=self.life,
-            fence=self._fence,
-            report=self._hear,
-            secret=config.secret,
-            options=config.transport_options,
-        )
+        self._receivers = [self._make_receiver(config.transport, config.data_port)]
+        if config.speaks_legacy and config.legacy_transport not in (None, config.transport):
+            self._receivers.append(self._make_receiver(config.legacy_transport or "", 0))
+        self._receiver = self._receivers[0]
         self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
         options = LookUpOptions(deadline_s=config.bootstrap_timeout_s)
         self._look_up = LookUp(self._http, options, config.secret)
         self._machine: DecodeMachine | None = None
         self._reactor: Reactor[events.DecodeEvent, actions.DecodeAction] | None = None
         self._dealers = Dealers(self._rejected, Curve(config.secret) if config.secret else None)
+        self._legacy = LegacyPrefills(self._rejected, self._probe) if config.speaks_legacy else None
         self._handles: Handles[DecodeRoom] = Handles(record=config.record_events)
         self._state = "new"
+
+    def _make_receiver(self, scheme: str, port: int) -> Receiver:
+        return open_receiver(
+            scheme,
+            listen=Endpoint(self.config.host, port),
+            decode_life=self.life,
+            fence=self._fence,
+            report=self._hear,
+            secret=self.config.secret,
+            options=self.config.transport_options,
+        )
 
     # ---- life
 
@@ -101,9 +109,11 @@ class DecodePlane:
         if self._reactor:
             self._reactor.post(events.Closing(cause))
             self._reactor.close()
-        self._receiver.close()
+        self._close_receivers()
         self._handles.fail_all(LocalProtocolError(cause))
         self._dealers.close()
+        if self._legacy:
+            self._legacy.close()
         if self._owns_http:
             self._http.close()
 
@@ -112,7 +122,7 @@ class DecodePlane:
     def open(self, room: int, *, prefill: Endpoint, manifest: Manifest, prompt_hash: str = "") -> DecodeRoom:
         """Ask the prefill behind the rendezvous at `prefill` to fill the manifest's blocks.
 
-        The blocks are lent until `done`: nobody else may write or reuse them. Raises WireError for a manifest that
+        The blocks are lent until `released`: nobody else may write or reuse them. Raises WireError for a manifest that
         does not fit the layout. A room that is live already ends the handle with LocalProtocolError.
         """
         if self._state != "open" or self._reactor is None:
@@ -163,7 +173,7 @@ class DecodePlane:
     def _perform(self, action: actions.DecodeAction) -> Iterable[events.DecodeEvent]:
         match action:
             case actions.Tell() | actions.Offer():
-                self._dealers.send(action)
+                return self._channels_of(action.channel).send(action)
             case actions.OpenWindow(number, generation, manifest, writers):
                 self._fence.open(number, generation, *window_runs(self.layout, manifest), writers=dict(writers))
                 self._handles.record(told.RoomOffered(number))
@@ -172,28 +182,40 @@ class DecodePlane:
             case actions.LookUp(bootstrap, number):
                 self._look_up.find(bootstrap, number, lambda found: self._found(number, found))
             case actions.Connect(channel, endpoint):
-                return self._dealers.connect(channel, endpoint, self.session)
+                return self._channels_of(channel).connect(channel, endpoint, self.session)
             case actions.Disconnect(channel):
-                self._dealers.disconnect(channel)
+                self._channels_of(channel).disconnect(channel)
             case _:
                 self._tell(action)
         return ()
 
     def _tell(self, action: actions.DecodeAction) -> None:
-        assert isinstance(action, actions.Deliver | actions.Fail)
-        handle = self._handles.pop(action.ticket)
+        assert isinstance(action, actions.Deliver | actions.Fail | actions.Release)
+        held = isinstance(action, actions.Fail) and action.held
+        handle = self._handles.get(action.ticket) if held else self._handles.pop(action.ticket)
         if handle is None:
             return
-        if isinstance(action, actions.Deliver):
-            self._handles.record(told.RoomDelivered(action.room, action.ticket, action.delivered))
-            settle(handle.done, action.delivered)
-        else:
-            self._handles.record(told.RoomEnded(action.room, action.ticket, action.error))
-            handle.end(action.error)
+        match action:
+            case actions.Deliver(number, ticket, delivered):
+                self._handles.record(told.RoomDelivered(number, ticket, delivered))
+                handle.deliver(delivered)
+            case actions.Fail(number, ticket, error):
+                self._handles.record(told.RoomEnded(number, ticket, error))
+                (handle.fail if held else handle.end)(error)
+            case actions.Release(number, ticket):
+                self._handles.record(told.RoomReleased(number, ticket))
+                settle(handle.released, None)
+
+    def _channels_of(self, channel: events.Channel) -> Dealers | LegacyPrefills:
+        return self._legacy if self._legacy is not None and channel.is_legacy else self._dealers
 
     def _broke(self, error: Exception) -> None:
-        self._receiver.close()  # before the callers get their blocks back: nobody closes the windows any more
+        self._close_receivers()  # before the callers get their blocks back: nobody closes the windows any more
         self._handles.fail_all(broken(error))
+
+    def _close_receivers(self) -> None:
+        for receiver in self._receivers:
+            receiver.close()
 
     # ---- other threads' news
 
@@ -211,16 +233,30 @@ class DecodePlane:
 
     def _found(self, number: Room, found: PrefillFound | PrefillNotFound) -> None:
         assert self._reactor is not None
-        self._reactor.post(read_answer(number, found))
+        self._reactor.post(read_answer(number, found, self.config))
+
+    def _probe(self, channel: events.Channel, known: Endpoint) -> None:
+        reactor = self._reactor
+        assert reactor is not None
+
+        def answered(found: Endpoint | None) -> None:
+            if event := probed(channel, known, found):
+                reactor.post(event)
+
+        self._look_up.check(channel.bootstrap, channel.dp_group, channel.prefill_rank, answered)
 
     # ---- start
 
     def _start(self) -> None:
         config = self.config
-        self.session = self._receiver.start(config.advertised)
+        self.session, *others = [receiver.start(config.advertised) for receiver in self._receivers]
+        port = self._receiver.endpoint.port
+        if self._legacy:
+            port = self._legacy.bind(Endpoint(config.host, config.status_port), (others or [self.session])[0]).port
+        log_legacy(config, "prefill")
         registration = Registration(
             config.advertised,
-            self._receiver.endpoint.port,
+            port,
             self.session,
             self.arena.base,
             wire.encode_layout(self.layout),
@@ -231,6 +267,8 @@ class DecodePlane:
         _check_words(registration, Hello("1", self.life, self._fingerprint))
         self._reactor = Reactor("pdplane-decode", self._machine, self._perform, self._broke)
         self._dealers.open(self._reactor)
+        if self._legacy:
+            self._legacy.open(self._reactor)
         self._http.start()
         self._reactor.start()
 
@@ -244,15 +282,22 @@ def _check_words(registration: Registration, hello: Hello) -> None:
         raise ConfigError(f"no prefill can read what this decode says of itself: {wrong}") from wrong
 
 
-def read_answer(number: Room, found: PrefillFound | PrefillNotFound) -> events.PeerFound | events.PeerMissing:
-    """A rendezvous answer as the machine's event; one that native decode cannot use becomes PeerMissing."""
+def read_answer(
+    number: Room, found: PrefillFound | PrefillNotFound, config: DecodeConfig
+) -> events.PeerFound | events.PeerMissing:
+    """A rendezvous answer as the machine's event; one that this decode cannot use becomes PeerMissing."""
     if isinstance(found, PrefillNotFound):
         return events.PeerMissing(number, found.bootstrap, found.cause)
     ranks = []
     for rank in found.ranks:
-        if rank.router_port is None or rank.life is None:
-            return events.PeerMissing(number, found.bootstrap, f"prefill at {found.bootstrap} is a legacy peer")
-        ranks.append(events.PeerRank(rank.prefill_rank, Endpoint(rank.host, rank.router_port), rank.life))
+        if rank.router_port is not None and rank.life is not None:
+            ranks.append(events.PeerRank(rank.prefill_rank, Endpoint(rank.host, rank.router_port), rank.life))
+        elif config.speaks_legacy:
+            ranks.append(events.PeerRank(rank.prefill_rank, Endpoint(rank.host, rank.port), Life("")))
+        else:
+            why = config.legacy_obstacle or "the legacy channel is turned off"
+            cause = f"prefill at {found.bootstrap} is a legacy peer, and this decode has none: {why}"
+            return events.PeerMissing(number, found.bootstrap, cause)
     try:
         layout = wire.decode_layout(found.layout)
     except WireError as wrong:
@@ -270,4 +315,6 @@ def _settings(config: DecodeConfig) -> DecodeSettings:
         ping_interval_s=config.ping_interval_s,
         tombstone_s=config.tombstone_s,
         late_bytes_s=min(10.0, config.waiting_timeout_s),
+        one_sided=is_one_sided(config.transport),
+        quarantine_timeout_s=config.quarantine_timeout_s,
     )

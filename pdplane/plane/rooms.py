@@ -156,13 +156,16 @@ class PrefillRoom:
 class DecodeRoom:
     """One use of a room on a decode rank; made by `DecodePlane.open`, usable from any thread.
 
-    `done` ends with what was delivered, or with RoomFailed. In both cases nothing lands in the room's blocks
-    any more: they belong to the caller again.
+    `done` ends with what was delivered, or with RoomFailed. `released` (never with an error) says that the blocks
+    belong to the caller again: nothing lands in them any more. It ends together with `done`, but for a room that
+    failed while somebody could write past the fence (legacy peers, one-sided transports): then later, when every
+    such writer has said Success or the quarantine is over.
     """
 
     room: Room
     ticket: int
     done: Future[Delivered] = attrs.field(factory=_open_future, init=False)
+    released: Future[None] = attrs.field(factory=_open_future, init=False)
     _cancel: Callable[[str], None]
 
     def wait(self, timeout_s: float | None = None) -> Delivered:
@@ -173,9 +176,19 @@ class DecodeRoom:
         """End the room and tell prefill; returns at once, harmless after the end."""
         self._cancel(cause)
 
-    def end(self, error: PdplaneError) -> None:
-        """For the plane: fail whatever still waits."""
+    def deliver(self, delivered: Delivered) -> None:
+        """For the plane: the cache is whole, and the blocks are the caller's."""
+        settle(self.released, None)
+        settle(self.done, delivered)
+
+    def fail(self, error: PdplaneError) -> None:
+        """For the plane: fail whatever still waits but `released`."""
         fail(self.done, error)
+
+    def end(self, error: PdplaneError) -> None:
+        """For the plane: fail whatever still waits; the blocks are free before the caller hears of it."""
+        settle(self.released, None)
+        self.fail(error)
 
 
 def _completed(

@@ -1,0 +1,155 @@
+"""The legacy control channel on a decode rank: one PULL that hears every prefill rank, one PUSH to each.
+
+What native peers say beside the legacy frames is made up here, so that the machine need not know: a registration
+counts as answered when it is sent (this wire never answers), a ping is a question to the rendezvous, a cancel and a
+hello have no words. A status names neither its channel nor its use of the room; both are what we offered last.
+Source of the rules: legacy_peer.md sections 1, 3, 5, 6 and 11.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import attrs
+import zmq
+
+from pdplane import wire
+from pdplane.control.channel import Context, bind_socket, open_context
+from pdplane.control.legacy import Latest
+from pdplane.control.reactor import Reactor
+from pdplane.errors import WireError
+from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
+from pdplane.machine import events
+from pdplane.machine.actions import DecodeAction, Offer, Tell
+from pdplane.messages import Ping, Preallocation, Registered, Registration, Window
+
+MAX_ROOMS = 65536
+
+Probe: TypeAlias = Callable[[events.Channel, Endpoint], None]
+"""Ask the channel's rendezvous whether the rank is still at this address; must not block. See `probed`."""
+
+
+@attrs.define
+class _Asked:
+    """The latest use of a room number: its generation, and the channels of the ranks that know of it."""
+
+    generation: Generation
+    channels: dict[Rank, events.Channel] = attrs.field(factory=dict)
+
+
+def probed(channel: events.Channel, known: Endpoint, found: Endpoint | None) -> events.DecodeEvent | None:
+    """What the rendezvous' answer means; None when it gave none, and silence will say the rest."""
+    if found is None:
+        return None
+    if found != known:
+        return events.ChannelBroken(channel, f"prefill rank {channel.prefill_rank} restarted and is at {found} now")
+    return events.NoticeFromPrefill(channel, Ping(Life("")))
+
+
+class LegacyPrefills:
+    """Every legacy channel of one decode rank. On the reactor's thread only, but for `bind` and `close`."""
+
+    def __init__(self, rejected: Counter[str], probe: Probe) -> None:
+        self._rejected, self._probe = rejected, probe
+        self._session = SessionId("")
+        self._context: Context | None = None
+        self._pull: zmq.Socket[bytes] | None = None
+        self._pushes: dict[events.Channel, tuple[Endpoint, zmq.Socket[bytes]]] = {}
+        self._asked: Latest[Room, _Asked] = Latest(MAX_ROOMS)
+
+    def bind(self, listen: Endpoint, session: SessionId) -> Endpoint:
+        """Bind the PULL and give its real address, for the session that legacy ranks shall write to. ConfigError."""
+        self._session, self._context = session, open_context()
+        self._pull = self._context.socket(zmq.PULL)
+        return bind_socket(self._pull, listen, "legacy status port")
+
+    def open(self, reactor: Reactor[events.DecodeEvent, DecodeAction]) -> None:
+        reactor.watch(self)
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        assert self._pull is not None, "bind first"
+        return self._pull
+
+    def receive(self) -> list[events.DecodeEvent]:
+        return self.read(self.socket.recv_multipart(zmq.NOBLOCK))
+
+    def read(self, frames: Sequence[bytes]) -> list[events.DecodeEvent]:
+        """The event of one status; one that we cannot read, or of a room that we never offered, is counted."""
+        try:
+            status = wire.decode_status(frames)
+        except WireError as wrong:
+            self._rejected[f"wire_{wrong.field}"] += 1
+            return []
+        asked = self._asked.get(status.room)
+        if asked is None:
+            self._rejected["unknown_room"] += 1
+            return []
+        some = next(iter(asked.channels.values()))  # a rank that we did not ask: the machine sees that it is foreign
+        channel = asked.channels.get(status.prefill_rank, some)
+        return [events.StatusFromPrefill(channel, status, asked.generation)]
+
+    def connect(self, channel: events.Channel, endpoint: Endpoint, session: SessionId) -> list[events.DecodeEvent]:
+        """Begin to connect; the event says that it cannot be tried."""
+        del session  # legacy ranks have one of their own
+        assert self._context is not None, "bind first"
+        try:
+            push = self._context.socket(zmq.PUSH)
+            self._pushes[channel] = endpoint, push
+            push.connect(endpoint.url("tcp"))
+        except zmq.ZMQError as error:
+            self.disconnect(channel)
+            return [events.ChannelBroken(channel, f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}")]
+        return []
+
+    def disconnect(self, channel: events.Channel) -> None:
+        if channel in self._pushes:
+            self._pushes.pop(channel)[1].close()
+
+    def send(self, action: Tell | Offer) -> list[events.DecodeEvent]:
+        """Queue what this wire can say; gives what a native peer would have answered."""
+        channel = action.channel
+        if channel not in self._pushes:
+            self._rejected["undeliverable"] += 1
+            return []
+        if isinstance(action, Offer):
+            manifest = wire.encode_manifest(action.manifest) if action.manifest is not None else b""
+            self._queue(channel, wire.encode_preallocation(Preallocation(action.room, self._session, manifest)))
+            return []
+        match action.message:
+            case Registration() as registration:
+                ours = attrs.evolve(registration, session=self._session)
+                self._queue(channel, wire.encode_registration(ours))
+                return [events.NoticeFromPrefill(channel, Registered(registration.session, channel.life))]
+            case Window(room, generation):
+                self._remember(channel, room, generation)
+            case Ping():
+                self._probe(channel, self._pushes[channel][0])
+            case _:
+                pass  # a hello, a cancel: no words for them here
+        return []
+
+    def close(self) -> None:
+        for _, push in self._pushes.values():
+            push.close()
+        self._pushes.clear()
+        if self._pull is not None:
+            self._pull.close()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def _remember(self, channel: events.Channel, room: Room, generation: Generation) -> None:
+        asked = self._asked.get(room)
+        if asked is None or asked.generation != generation:
+            asked = _Asked(generation)
+            self._asked.put(room, asked)
+        asked.channels[channel.prefill_rank] = channel
+
+    def _queue(self, channel: events.Channel, frames: list[bytes]) -> None:
+        try:
+            self._pushes[channel][1].send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self._rejected["undeliverable"] += 1  # the peer is silent and about to be lost
