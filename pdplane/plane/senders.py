@@ -20,6 +20,7 @@ from pdplane.transport.registry import Sender, is_one_sided, open_sender, requir
 class _Connection:
     sender: Sender
     over: bool = False
+    retired: bool = False  # we gave it up: that it ends is no news
 
 
 class Senders:
@@ -57,7 +58,7 @@ class Senders:
         try:
             connection = self._connections.get((push.session, push.life))
             if connection is None or connection.over:
-                connection = self._connect(push.session, push.life, push.arena_base)
+                connection = self._connect(push.session, push.life, push.arena_base, expected=push.life or None)
             connection.sender.submit(pushes.Push(push.room, push.generation, push.push, push.copies))
         except (ConfigError, LocalProtocolError) as wrong:
             return [events.PushEnded(push.session, push.room, push.generation, push.push, str(wrong))]
@@ -70,6 +71,7 @@ class Senders:
     def close(self, session: SessionId, life: Life) -> None:
         """Never waits: it runs on the reactor's thread, and the other end may be stuck."""
         if connection := self._connections.pop((session, life), None):
+            connection.retired = True
             connection.sender.stop()
             self._ending.append(connection.sender)
 
@@ -81,7 +83,7 @@ class Senders:
             sender.close()
         self._ending.clear()
 
-    def _connect(self, session: SessionId, life: Life, arena_base: int) -> _Connection:
+    def _connect(self, session: SessionId, life: Life, arena_base: int, expected: Life | None = None) -> _Connection:
         self.close(session, life)
         try:
             peer = Endpoint.parse(session)
@@ -100,6 +102,7 @@ class Senders:
             arena=self._arena,
             report=lambda report: self._hear(connection, life, believed, report),
             secret=self._config.secret,
+            decode_life=expected,
             options=self._config.transport_options,
             target_base=arena_base,
         )
@@ -114,7 +117,7 @@ class Senders:
 
     def _hear(self, connection: _Connection, life: Life, believed: Life | None, report: reports.Report) -> None:
         match report:
-            case reports.Connected(session, decode_life):
+            case reports.Connected(session, decode_life) if not connection.retired:
                 self._post(events.DataConnected(session, life, decode_life if believed is None else believed))
             case reports.Pushed(session, room, generation, push, _):
                 self._post(events.PushEnded(session, room, generation, push, None))
@@ -122,6 +125,7 @@ class Senders:
                 self._post(events.PushEnded(session, room, generation, push, cause))
             case reports.ConnectFailed(session, cause) | reports.Disconnected(session, cause):
                 connection.over = True
-                self._post(events.DataLost(session, life, cause))
+                if not connection.retired:
+                    self._post(events.DataLost(session, life, cause))
             case _:
                 return
