@@ -1,0 +1,228 @@
+"""A prefill rank of the older generation, played: raw frames of its own, every misbehaviour on demand.
+
+Source: legacy_peer.md sections 1, 3, 5, 6, 8 and 9. It publishes itself once, hears registrations and offers on one
+PULL, writes into the arenas that were registered without asking anybody, and reports with five frames or seven.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Self, TypeAlias
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from pdplane import wire
+from pdplane.ids import Endpoint, FieldId, GroupId
+from pdplane.kv.arena import Arena
+from pdplane.kv.copies import plan_block_copies
+from pdplane.kv.layerwise import chunk_blocks
+from pdplane.kv.layout import Layout
+from pdplane.kv.routes import decode_ranks_served, plan_route
+from pdplane.testing.legacy_rendezvous import put_rank
+
+FAILED, TRANSFERRING, SUCCESS = 0, 4, 5
+PATIENCE_S = 15.0
+
+Write: TypeAlias = Callable[[str, int, npt.NDArray[np.uint8]], None]
+"""Put these bytes at this address behind this session. Nobody asks whether it may."""
+
+
+def write_in_process(session: str, address: int, data: npt.NDArray[np.uint8]) -> None:
+    """For a decode rank in this process, whose arena outlives the write."""
+    del session
+    ctypes.memmove(address, np.ascontiguousarray(data).ctypes.data, data.nbytes)
+
+
+@attrs.frozen
+class LegacyRegistration:
+    """A decode rank, as it registered."""
+
+    host: str
+    port: int
+    session: str
+    arena_base: int
+    layout: Layout
+    tp_size: int
+    tp_rank: int
+
+
+@attrs.frozen
+class LegacyOffer:
+    """One decode rank's pre-allocation; no blocks from one that only joins the vote."""
+
+    room: int
+    registration: LegacyRegistration
+    blocks: dict[GroupId, tuple[int, ...]] | None
+    prefix_len: int = 0
+    prompt_len: int = 0
+
+
+class LegacyPrefill:
+    """One rank with an arena; `with` opens its sockets and publishes it at the rendezvous."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        rendezvous: Endpoint,
+        *,
+        tp_size: int = 1,
+        tp_rank: int = 0,
+        dp_size: int = 1,
+        dp_rank: int = 0,
+        host: str = "127.0.0.1",
+        write: Write = write_in_process,
+        arena: Arena | None = None,
+    ) -> None:
+        self.layout, self.rendezvous, self.host = layout, rendezvous, host
+        self.tp_size, self.tp_rank, self.dp_size, self.dp_rank = tp_size, tp_rank, dp_size, dp_rank
+        self.arena = arena or Arena.zeros(layout.arena_bytes)
+        self.registrations: dict[str, LegacyRegistration] = {}
+        self._write = write
+        self._offers: list[LegacyOffer] = []
+        self._pushes: dict[Endpoint, zmq.Socket[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self.port = self._pull.bind_to_random_port(f"tcp://{self.host}")
+        status, text = put_rank(self.rendezvous, self.body())
+        if status != 200:
+            self.__exit__()
+            raise ConnectionError(f"{self.rendezvous} answered {status}: {text}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    def body(self) -> dict[str, Any]:
+        """What the rank publishes of itself."""
+        return {
+            "role": "Prefill",
+            "world_size": self.tp_size * self.dp_size,
+            "dp_size": self.dp_size,
+            "rank_ip": self.host,
+            "rank_port": self.port,
+            "engine_rank": self.dp_rank * self.tp_size + self.tp_rank,
+            "cache_layout": wire.encode_layout(self.layout).decode("ascii"),
+        }
+
+    # ---- what it hears
+
+    def hear(self, timeout_s: float = PATIENCE_S) -> list[bytes]:
+        """One message, taken in if it can be. Raises TimeoutError."""
+        if not self._pull.poll(int(max(0.0, timeout_s) * 1000)):
+            raise TimeoutError("no message came")
+        frames = self._pull.recv_multipart()
+        if frames[0] == b"None":
+            found = _registration(frames)
+            self.registrations[found.session] = found
+        elif registration := self.registrations.get(frames[1].decode("ascii")):
+            self._offers.append(_offer(frames, registration))
+        return frames
+
+    def wait(self, room: int, timeout_s: float = PATIENCE_S) -> list[LegacyOffer]:
+        """Until every decode rank that this one serves has offered the room. Raises TimeoutError."""
+        until = time.monotonic() + timeout_s
+        while True:
+            found = {offer.registration.tp_rank: offer for offer in self._offers if offer.room == room}
+            if found and found.keys() == self._expected(next(iter(found.values())).registration):
+                self._offers = [offer for offer in self._offers if offer.room != room]
+                return [found[rank] for rank in sorted(found)]
+            self.hear(until - time.monotonic())
+
+    def _expected(self, registration: LegacyRegistration) -> Collection[int]:
+        pair = self.layout, registration.layout
+        served = decode_ranks_served(*pair, self.tp_size, self.tp_rank, registration.tp_size)
+        return set(served) or {0}
+
+    # ---- what it does
+
+    def write(
+        self,
+        offer: LegacyOffer,
+        source_blocks: Mapping[GroupId, Sequence[int]],
+        *,
+        fields: Collection[FieldId] | None = None,
+        chunk: range | None = None,
+    ) -> None:
+        """Write the offer's pages: all of them, or only some fields', or only those that a chunk completes."""
+        if offer.blocks is None:
+            return
+        theirs = offer.registration
+        route = plan_route(self.layout, theirs.layout, self.tp_size, self.tp_rank, theirs.tp_size, theirs.tp_rank)
+        sides: list[Mapping[GroupId, Sequence[int]]] = [source_blocks, offer.blocks]
+        if chunk is not None:
+            window = offer.prefix_len, offer.prompt_len, chunk
+            sides = [chunk_blocks(self.layout, side, *window) for side in sides]
+        copies = plan_block_copies(route, self.layout, sides[0], theirs.layout, sides[1], fields)
+        for start, to, length in zip(*(column.tolist() for column in attrs.astuple(copies)), strict=True):
+            self._write(theirs.session, theirs.arena_base + to, self.arena.bytes[start : start + length])
+
+    def report(self, offer: LegacyOffer, code: int, token: int = -1, **more: Any) -> None:  # noqa: ANN401
+        """Tell one decode rank how its room stands; see `status_frames` for the rest."""
+        self.say(offer.registration, status_frames(offer.room, code, self.tp_rank, token, **more))
+
+    def say(self, to: LegacyRegistration, frames: Sequence[bytes]) -> None:
+        """Push any frames to a decode rank."""
+        address = Endpoint(to.host, to.port)
+        if address not in self._pushes:
+            self._pushes[address] = self._context.socket(zmq.PUSH)
+            self._pushes[address].connect(address.url("tcp"))
+        self._pushes[address].send_multipart(list(frames))
+
+    def serve(self, room: int, source_blocks: Mapping[GroupId, Sequence[int]], token: int = 42) -> list[LegacyOffer]:
+        """One room as it should be: wait for the offers, write everything, say Success."""
+        offers = self.wait(room)
+        for offer in offers:
+            self.write(offer, source_blocks)
+        for offer in offers:
+            if offer.blocks is not None:
+                self.report(offer, SUCCESS, token)
+        return offers
+
+
+def status_frames(
+    room: int,
+    code: int,
+    prefill_rank: int,
+    token: int = -1,
+    candidates: Sequence[int] = (),
+    *,
+    cached_tokens: int | None = None,
+    logprob: float | None = None,
+) -> list[bytes]:
+    """Five frames; seven, as newer peers send, with `cached_tokens`."""
+    frames = [str(number).encode("ascii") for number in (room, code, prefill_rank, token)]
+    frames.append(struct.pack(f"<{len(candidates)}i", *candidates))
+    if cached_tokens is not None:
+        frames += [str(cached_tokens).encode("ascii"), b"" if logprob is None else struct.pack("<d", logprob)]
+    return frames
+
+
+def _registration(frames: Sequence[bytes]) -> LegacyRegistration:
+    _, host, port, session, base, layout, tp_size, tp_rank = frames
+    return LegacyRegistration(
+        host.decode("ascii"),
+        int(port),
+        session.decode("ascii"),
+        struct.unpack("=Q", base)[0],
+        wire.decode_layout(layout),
+        int(tp_size),
+        int(tp_rank),
+    )
+
+
+def _offer(frames: Sequence[bytes], registration: LegacyRegistration) -> LegacyOffer:
+    room, _, manifest = frames
+    if not manifest:
+        return LegacyOffer(int(room), registration, None)
+    found = json.loads(manifest)
+    blocks = {group["group_id"]: tuple(group["block_ids"]) for group in found["groups"]}
+    return LegacyOffer(int(room), registration, blocks, found["prefix_len"], found["prompt_len"])
