@@ -21,7 +21,7 @@ from pdplane.testing.toy_engine import ToyDecodeEngine, ToyPrefillEngine
 from pdplane.testing.toy_model import ToyOptions, toy_answer
 from tests.waiting import PATIENCE_S, until
 
-SHORT: dict[str, Any] = {"bootstrap_timeout_s": 5, "waiting_timeout_s": 5, "ping_interval_s": 0.5, "tombstone_s": 0.1}
+SHORT: dict[str, Any] = {"bootstrap_timeout_s": 5, "waiting_timeout_s": 5, "ping_interval_s": 0.3, "tombstone_s": 0.1}
 
 
 def prompt(seed: int, length: int | None = None) -> tuple[int, ...]:

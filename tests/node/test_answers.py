@@ -93,7 +93,7 @@ def test_a_prompt_that_cannot_be_served_is_refused_at_once(daemons: Daemons, tok
 
 
 def test_a_live_number_is_refused_and_free_at_once_after_its_end(daemons: Daemons) -> None:
-    prefill, decode = daemons.pair()
+    prefill, decode = daemons.pair(tombstone_s=10)  # what is late must be known as late, however slow the machine
     prefill.hold.clear()
     first = call(prefill, decode, prompt(1), room=7)
     with pytest.raises(LocalProtocolError, match="room 7 is live"):
@@ -106,11 +106,11 @@ def test_a_live_number_is_refused_and_free_at_once_after_its_end(daemons: Daemon
         running = call(prefill, decode, prompt(seed), room=7)
         if seed % 4 == 3:
             running.cancel()
-            assert running.causes() == {"the client left"}
+            assert all("the client left" in cause for cause in running.causes())
             until(lambda: prefill.node.statistics()["legs"] == 0)
         else:
             assert running.is_right(daemons.options)
-    until(lambda: idle(prefill, decode))
+    assert prefill.node.statistics()["rooms"] == decode.node.statistics()["rooms"] == {}
 
 
 def test_two_prompts_under_one_number_never_mix(daemons: Daemons) -> None:

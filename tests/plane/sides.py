@@ -19,6 +19,7 @@ from pdplane.messages import hash_prompt
 from pdplane.plane.decode import DecodePlane
 from pdplane.plane.prefill import PrefillPlane
 from pdplane.plane.rooms import DecodeRoom, PrefillRoom
+from pdplane.transport.fence import OnLanded
 from tests.waiting import PATIENCE_S
 
 Blocks = Mapping[GroupId, tuple[int, ...]]
@@ -98,11 +99,14 @@ def meet(
     room: int | None = None,
     prompt_len: int = 10,
     told: Mapping[str, Any] | None = None,
+    on_landed: OnLanded | None = None,
 ) -> Meeting:
     """Open a room on both sides; `told` replaces what prefill is told of the prompt."""
     number = new_room() if room is None else room
     target, manifest = decode.lend(prompt_len)
     digest = hash_prompt(range(prompt_len))
-    waiting = decode.plane.open(number, prefill=prefill.rendezvous, manifest=manifest, prompt_hash=digest)
+    waiting = decode.plane.open(
+        number, prefill=prefill.rendezvous, manifest=manifest, prompt_hash=digest, on_landed=on_landed
+    )
     work = prefill.plane.open(number, **{"prompt_len": prompt_len, "prompt_hash": digest} | dict(told or {}))
     return Meeting(prefill, decode, work, waiting, target, prompt_len)
