@@ -11,7 +11,7 @@ import attrs
 
 from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, RoomFailed
 from pdplane.ids import MAX_ROOM, FieldId, GroupId, Room, SessionId
-from pdplane.kv.copies import Copies, plan_block_copies
+from pdplane.kv.copies import U64, Copies, plan_block_copies
 from pdplane.kv.layerwise import chunk_blocks
 from pdplane.kv.layout import Layout
 from pdplane.machine.actions import Delivered, Destination
@@ -167,6 +167,7 @@ class DecodeRoom:
     done: Future[Delivered] = attrs.field(factory=_open_future, init=False)
     released: Future[None] = attrs.field(factory=_open_future, init=False)
     _cancel: Callable[[str], None]
+    on_landed: Callable[[U64, U64], None] | None = None
 
     def wait(self, timeout_s: float | None = None) -> Delivered:
         """Block until the cache is whole; RoomFailed when the room ends otherwise or the time is over."""

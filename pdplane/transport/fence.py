@@ -26,6 +26,9 @@ from pdplane.kv.copies import U64
 
 T = TypeVar("T")
 
+OnLanded: TypeAlias = Callable[[U64, U64], None]
+"""Told offsets and lengths of each whole segment once, by the thread that moved it: must not block and not raise."""
+
 MAX_SEGMENTS = 65_536
 """Segments counted for one rank in one window; 2 GiB in the smallest useful segments are 1,024."""
 
@@ -82,8 +85,15 @@ class _Progress:
 class _Window:
     """One room's runs. `_gate` guards the fields; a running store is counted, not locked out."""
 
-    def __init__(self, generation: Generation, starts: U64, ends: U64, writers: Mapping[Rank, Life] | None) -> None:
-        self.generation = generation
+    def __init__(
+        self,
+        generation: Generation,
+        starts: U64,
+        ends: U64,
+        writers: Mapping[Rank, Life] | None,
+        on_landed: OnLanded | None,
+    ) -> None:
+        self.generation, self._on_landed = generation, on_landed
         self._starts, self._ends = starts, ends
         self._nbytes = int((ends - starts).sum())
         self._writers = None if writers is None else dict(writers)
@@ -122,10 +132,14 @@ class _Window:
             if not self._open:
                 return None
             progress = self._progress.setdefault(write.writer.prefill_rank, _Progress())
-            if write.nbytes and write.segment not in progress.segments:
+            fresh = write.nbytes > 0 and write.segment not in progress.segments
+            if fresh:
                 progress.segments[write.segment] = write.nbytes
                 progress.nbytes += write.nbytes
-            return progress.nbytes
+            landed = progress.nbytes
+        if fresh and self._on_landed is not None:
+            self._on_landed(write.offsets, write.lengths)
+        return landed
 
     def shut(self) -> bool:
         with self._gate:
@@ -202,15 +216,22 @@ class Fence:
         self._refused: Counter[Refusal] = Counter()
 
     def open(
-        self, room: Room, generation: Generation, offsets: U64, lengths: U64, writers: Mapping[Rank, Life] | None
+        self,
+        room: Room,
+        generation: Generation,
+        offsets: U64,
+        lengths: U64,
+        writers: Mapping[Rank, Life] | None,
+        on_landed: OnLanded | None = None,
     ) -> None:
         """Let `writers` (prefill rank -> life; None: whoever greets) write the runs of a room.
 
-        Runs may come in any order. Raises LocalProtocolError when the room is open already or a run
-        is empty or leaves the arena.
+        `on_landed` is told what has landed, until the window closes and perhaps once more at that moment. Runs may
+        come in any order. Raises LocalProtocolError when the room is open already or a run is empty or leaves the
+        arena.
         """
         starts, ends = _merged(offsets, lengths, self.arena.nbytes)
-        window = _Window(generation, starts, ends, writers)
+        window = _Window(generation, starts, ends, writers, on_landed)
         with self._lock:
             if room in self._windows:
                 raise LocalProtocolError(f"room {room} has an open window already")

@@ -195,3 +195,15 @@ def test_a_write_is_admitted_exactly_when_every_byte_is_the_windows(
     wanted = attrs.evolve(write(*runs), nbytes=0)  # the bytes' bound is another test's
     fits = all(length and offset + length <= 300 and mine[offset : offset + length].all() for offset, length in runs)
     assert isinstance(made.admit(wanted), Grant) == fits
+
+
+def test_whole_segments_are_told_once_and_a_closed_window_tells_nothing() -> None:
+    told: list[tuple[list[int], list[int]]] = []
+    made = Fence(Arena.zeros(1000))
+    made.open(ROOM, FIRST, u64(0), u64(1000), None, lambda at, lengths: told.append((at.tolist(), lengths.tolist())))
+    for segment, offset in ((0, 0), (1, 500), (0, 0)):
+        grant(made, write((offset, 100), segment=segment)).finish()
+    late = grant(made, write((700, 100), segment=2))
+    made.close(ROOM, FIRST)
+    assert late.finish() is None
+    assert told == [([0], [100]), ([500], [100])]
