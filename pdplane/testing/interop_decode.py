@@ -46,7 +46,7 @@ def run_decode(options: InteropOptions, events: Events) -> bool:
             "ready",
             role="decode",
             session=plane.session,
-            zmq=None,
+            zmq=plane.legacy_status.url("tcp") if plane.legacy_status else None,
             arena_ptr=arena.base,
             arena_bytes=arena.nbytes,
             tp_rank=options.tp_rank,
@@ -92,8 +92,7 @@ class _DecodeRun:
         layout, options = side.layout, side.options
         self._blocks = side.pool.allocate(blocks_needed(layout, options.prompt_len, options.prefix_len))
         self.manifest = build_manifest(layout, self._blocks, options.prefix_len, options.prompt_len)
-        assert options.bootstrap is not None, "checked where the options were read"
-        self._handle = side.plane.open(room, prefill=options.bootstrap, manifest=self.manifest)
+        self._handle = side.plane.open(room, prefill=options.rendezvous, manifest=self.manifest)
         side.alarm.watch(self._handle.done)
 
     @property

@@ -46,11 +46,12 @@ def run_prefill(options: InteropOptions, events: Events) -> bool:
         if options.serve_bootstrap and plane.rendezvous is not None:
             events("bootstrap", url=plane.rendezvous.url("http"))
         _wait_ready(plane, options)
+        control = plane.legacy_control or plane.control
         events(
             "ready",
             role="prefill",
             session=None,
-            zmq=plane.control.url("tcp") if plane.control else None,
+            zmq=control.url("tcp") if control else None,
             arena_ptr=arena.base,
             arena_bytes=arena.nbytes,
             tp_rank=options.tp_rank,

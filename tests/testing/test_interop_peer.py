@@ -146,7 +146,6 @@ def test_other_outcomes_than_expected_exit_with_one() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["decode"],
         ["prefill", "--tp-size", "2", "--tp-rank", "2"],
         ["prefill", "--dp-rank", "1"],
         ["prefill", "--prefix-len", "22"],
