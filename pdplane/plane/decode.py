@@ -30,7 +30,7 @@ from pdplane.plane.config import DecodeConfig, log_legacy
 from pdplane.plane.handles import Handles
 from pdplane.plane.rooms import DecodeRoom, broken, check_room, settle
 from pdplane.transport import reports
-from pdplane.transport.fence import Fence
+from pdplane.transport.fence import Fence, OnLanded
 from pdplane.transport.registry import Receiver, is_one_sided, open_receiver
 
 
@@ -120,11 +120,23 @@ class DecodePlane:
 
     # ---- rooms
 
-    def open(self, room: int, *, prefill: Endpoint, manifest: Manifest, prompt_hash: str = "") -> DecodeRoom:
+    def open(
+        self,
+        room: int,
+        *,
+        prefill: Endpoint,
+        manifest: Manifest,
+        prompt_hash: str = "",
+        on_landed: OnLanded | None = None,
+    ) -> DecodeRoom:
         """Ask the prefill behind the rendezvous at `prefill` to fill the manifest's blocks.
 
         The blocks are lent until `released`: nobody else may write or reuse them. Raises WireError for a manifest that
         does not fit the layout. A room that is live already ends the handle with LocalProtocolError.
+
+        `on_landed(offsets, lengths)` is told of each run of the arena that is final unless the room fails, while the
+        rest is on its way: for work ahead that is thrown away if the room fails. Transport threads call it; it must not
+        block and not raise. One-sided transports tell nothing.
         """
         if self._state != "open" or self._reactor is None:
             raise LocalProtocolError(f"the decode plane is {self._state}")
@@ -137,7 +149,7 @@ class DecodePlane:
         def cancel(cause: str) -> None:
             reactor.post(events.RoomCancelled(number, ticket, cause))
 
-        handle = DecodeRoom(number, ticket, cancel)
+        handle = DecodeRoom(number, ticket, cancel, on_landed)
         self._handles.add(handle)
         reactor.post(events.DecodeRequested(number, ticket, prefill, manifest, prompt_hash))
         return handle
@@ -176,7 +188,9 @@ class DecodePlane:
             case actions.Tell() | actions.Offer():
                 return self._channels_of(action.channel).send(action)
             case actions.OpenWindow(number, generation, manifest, writers):
-                self._fence.open(number, generation, *window_runs(self.layout, manifest), writers=dict(writers))
+                handle = self._handles.get(generation)  # a room's ticket is its generation
+                runs, on_landed = window_runs(self.layout, manifest), handle.on_landed if handle else None
+                self._fence.open(number, generation, *runs, writers=dict(writers), on_landed=on_landed)
                 self._handles.record(told.RoomOffered(number))
             case actions.CloseWindow(number, generation):
                 self._fence.close(number, generation)
