@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 
@@ -14,24 +13,12 @@ from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.transport.framing import segments
-from pdplane.transport.mooncake import BATCH_RUNS, Engine, mooncake_options
+from pdplane.transport.mooncake import BATCH_RUNS, mooncake_options
 from pdplane.transport.options import TransportOptions
 from pdplane.transport.registry import Sender, is_one_sided, open_sender, require_transport
 from pdplane.transport.reports import Connected, ConnectFailed, Disconnected, Pushed, PushFailed
+from tests.mooncake_engine import needs_engine
 from tests.transport.ends import PREFILL_LIFE, Decode, Reports, expected, permuted, push, random_arena, whole
-
-
-def _missing() -> str:
-    if importlib.util.find_spec("mooncake") is None:
-        return "the package mooncake-transfer-engine-non-cuda is not installed"
-    try:
-        Engine("127.0.0.1", Arena.zeros(4096), TransportOptions()).close()
-    except ConfigError as wrong:  # the package is there, a shared library of the system is not
-        return str(wrong)
-    return ""
-
-
-needs_engine = pytest.mark.skipif(bool(_missing()), reason=_missing())
 
 
 @pytest.fixture
