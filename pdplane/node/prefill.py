@@ -156,7 +156,8 @@ class PrefillNode:
             leg.cancel(f"prefill failed: {error}")
 
     def _ended(self, leg: PrefillLeg, done: Future[None]) -> None:
-        """Success has gone out, or the room failed: answer whoever waits."""
+        """Success has gone out, or the room failed: the number is free, answer whoever waits."""
+        self._legs.remove(leg)
         error = done.exception()
         if error is not None:
             if leg.place is not None and self._queue is not None:
@@ -176,7 +177,6 @@ class PrefillNode:
 
     def _released(self, leg: PrefillLeg) -> None:
         """No push reads our blocks any more."""
-        self._legs.remove(leg)
         self._let_go(leg, "room")
 
     def _let_go(self, leg: PrefillLeg, user: str) -> None:
