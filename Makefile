@@ -55,5 +55,6 @@ $(INSTALLED): pyproject.toml
 	fi; \
 	echo "setting up $(VENV) with $$("$$python" --version)"; \
 	"$$python" -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[mlx,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24.1"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[mlx,zstd,dev]"
 	@touch $@

