@@ -9,7 +9,7 @@ from typing import Any
 
 from pdplane.cli.daemon import mlx_needed, run_daemon
 from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_options, plane_fields
-from pdplane.cli.options import port
+from pdplane.cli.options import duration, port
 from pdplane.control.http_thread import HttpThread
 from pdplane.node.decode import DecodeNode
 from pdplane.node.protocols import DecodeEngine
@@ -22,6 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_daemon_flags(parser, http_port=8200)
     own = parser.add_argument_group("decode")
     own.add_argument("--data-port", type=port, default=0, help="where prefill daemons push the cache (a free one)")
+    own.add_argument("--status-port", type=port, default=0, help="where legacy prefill ranks report (a free one)")
+    own.add_argument(
+        "--quarantine-timeout",
+        type=duration,
+        default=300.0,
+        metavar="TIME",
+        help="how long a failed room's blocks stay unused while a legacy rank may still write to them (300s)",
+    )
     own.add_argument(
         "--exact",
         action="store_true",
@@ -32,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the daemon; gives the exit code. Raises ConfigError."""
     options = daemon_options(args)
-    config = DecodeConfig(**plane_fields(args), data_port=args.data_port)
+    config = DecodeConfig(
+        **plane_fields(args),
+        data_port=args.data_port,
+        status_port=args.status_port,
+        quarantine_timeout_s=args.quarantine_timeout,
+    )
     engine = _engine(options)
 
     def make_node(http: HttpThread, facts: Mapping[str, Any]) -> DecodeNode:

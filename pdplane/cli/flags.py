@@ -12,6 +12,7 @@ from pdplane.cli.options import count, duration, port, size, whole
 from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, PAGE_LAYOUTS, EngineOptions
 from pdplane.errors import ConfigError
 from pdplane.security import Secret
+from pdplane.transport.options import MOONCAKE_PROTOCOLS, TransportOptions
 from pdplane.transport.registry import TRANSPORTS
 
 TOY = "toy"
@@ -77,6 +78,7 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
         "--secret-file", metavar="FILE", help="a secret that all daemons share: encrypts and authenticates"
     )
     peers.add_argument("--transport", default="tcp", help="what moves the cache (tcp)")
+    _add_legacy_flags(parser.add_argument_group("peers of the older generation"))
     peers.add_argument(
         "--bootstrap-timeout", type=duration, default=120.0, metavar="TIME", help="to meet the peer (120s)"
     )
@@ -92,6 +94,18 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
     )
     limits.add_argument("--log-level", choices=LEVELS, default="info")
     limits.add_argument("--log-json", action="store_true", help="log JSON objects")
+
+
+def _add_legacy_flags(legacy: argparse._ArgumentGroup) -> None:
+    legacy.add_argument(
+        "--legacy",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="speak with them too (yes, but not with --secret-file, which they cannot prove to know)",
+    )
+    legacy.add_argument("--legacy-transport", metavar="NAME", help="theirs is mooncake (default: --transport)")
+    legacy.add_argument("--mooncake-protocol", choices=MOONCAKE_PROTOCOLS, default="tcp")
+    legacy.add_argument("--mooncake-device", default="", metavar="NAME", help="the RDMA device (Mooncake chooses)")
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
@@ -128,8 +142,10 @@ def daemon_options(args: argparse.Namespace) -> DaemonOptions:
 
 def plane_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The shared flags as keyword arguments of either plane's config. Raises ConfigError for the secret file."""
-    if args.transport not in TRANSPORTS:
-        raise ConfigError(f"--transport {args.transport} is none of {', '.join(sorted(TRANSPORTS))}")
+    for flag, scheme in (("--transport", args.transport), ("--legacy-transport", args.legacy_transport)):
+        if scheme is not None and scheme not in TRANSPORTS:
+            raise ConfigError(f"{flag} {scheme} is none of {', '.join(sorted(TRANSPORTS))}")
+    options = TransportOptions(mooncake_protocol=args.mooncake_protocol, mooncake_device=args.mooncake_device)
     return {
         "host": args.host,
         "advertise_host": args.advertise_host,
@@ -138,4 +154,7 @@ def plane_fields(args: argparse.Namespace) -> dict[str, Any]:
         "waiting_timeout_s": args.waiting_timeout,
         "ping_interval_s": args.ping_interval,
         "transport": args.transport,
+        "transport_options": options,
+        "legacy": args.legacy,
+        "legacy_transport": args.legacy_transport,
     }

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_daemon_flags(parser, http_port=8100)
     own = parser.add_argument_group("prefill")
     own.add_argument("--control-port", type=port, default=0, help="of the ZeroMQ channel (a free one)")
+    own.add_argument("--legacy-port", type=port, default=0, help="where legacy decode ranks push to (a free one)")
     own.add_argument("--rendezvous", type=endpoint, metavar="HOST:PORT", help="register there instead of serving one")
     own.add_argument("--exact", action="store_true", help="refuse a decode whose last bits could differ")
 
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     config = PrefillConfig(
         **plane_fields(args),
         control_port=args.control_port,
+        legacy_port=args.legacy_port,
         bootstrap_port=args.bootstrap_port,
         rendezvous=args.rendezvous,
         exact=args.exact,

@@ -7,6 +7,8 @@ import attrs
 from pdplane.errors import ConfigError
 from pdplane.transport.framing import MAX_RUNS, MAX_SEGMENT_BYTES
 
+MOONCAKE_PROTOCOLS = ("tcp", "rdma")
+
 
 @attrs.frozen
 class TransportOptions:
@@ -48,5 +50,7 @@ class TransportOptions:
             raise ConfigError(f"transport option segment_bytes is above {MAX_SEGMENT_BYTES}")
         if self.segment_runs > MAX_RUNS:
             raise ConfigError(f"transport option segment_runs is above {MAX_RUNS}")
-        if self.mooncake_protocol not in ("tcp", "rdma"):
-            raise ConfigError(f"mooncake's protocol is tcp or rdma, not {self.mooncake_protocol!r}")
+        if self.mooncake_protocol not in MOONCAKE_PROTOCOLS:
+            raise ConfigError(
+                f"mooncake's protocol is {' or '.join(MOONCAKE_PROTOCOLS)}, not {self.mooncake_protocol!r}"
+            )

@@ -55,6 +55,8 @@ def test_wrong_usage_is_explained(words: list[str], says: str, capsys: pytest.Ca
         (["--bootstrap-timeout", "0.5"], "bootstrap_timeout_s"),
         (["--secret-file", "/nonexistent"], "/nonexistent"),
         (["--transport", "pigeon"], "pigeon"),
+        (["--legacy-transport", "pigeon"], "--legacy-transport pigeon"),
+        (["--legacy", "--host", "::1"], "no legacy peers"),
     ],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
