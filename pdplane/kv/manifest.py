@@ -55,6 +55,17 @@ def blocks_needed(layout: Layout, prompt_len: int, prefix_len: int = 0) -> dict[
     return {spec.group_id: _length(logical_slots(spec, prefix_len, prompt_len)) for spec in layout.group_specs}
 
 
+def blocks_behind(
+    layout: Layout, blocks: Mapping[GroupId, Sequence[int]], prefix_len: int, prompt_len: int
+) -> dict[GroupId, Sequence[int]]:
+    """Of a whole prompt's blocks, in slot order, those that a window behind `prefix_len` tokens takes."""
+    found: dict[GroupId, Sequence[int]] = {}
+    for spec in layout.group_specs:
+        first = logical_slots(spec, prefix_len, prompt_len).start - logical_slots(spec, 0, prompt_len).start
+        found[spec.group_id] = blocks[spec.group_id][first:]
+    return found
+
+
 def build_manifest(
     layout: Layout, blocks: Mapping[GroupId, Sequence[int]], prefix_len: int, prompt_len: int
 ) -> Manifest:

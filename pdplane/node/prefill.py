@@ -6,7 +6,7 @@ request -> offered -> blocks -> compute -> push -> finish -> released
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,6 +16,7 @@ from pdplane.control.http_thread import HttpThread
 from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, PoolExhausted
 from pdplane.ids import GroupId, Room
 from pdplane.kv.copies import expected_bytes
+from pdplane.kv.manifest import blocks_behind
 from pdplane.messages import Fingerprint, hash_prompt
 from pdplane.node.blocks import BlockQueue, Blocks, Place
 from pdplane.node.legs import Legs, check_prompt, open_future
@@ -100,9 +101,6 @@ class PrefillNode:
         offer, queue = window.result(), self._queue
         assert queue is not None
         leg.mark("bootstrap_ms", leg.began)
-        if offer.prefix_len:
-            leg.cancel(f"decode holds {offer.prefix_len} tokens already; this prefill computes whole prompts only")
-            return
         for destination in offer.destinations:
             leg.nbytes += expected_bytes(destination.layout, destination.manifest, destination.route)
         try:
@@ -133,10 +131,15 @@ class PrefillNode:
         if leg.room.done.done():
             leg.job.cancel()
 
-    def _push(self, leg: PrefillLeg, blocks: Mapping[GroupId, tuple[int, ...]], steps: range, chunk: range) -> None:
-        """Some layers' pages are complete up to the chunk's end: send them while the rest is computed."""
+    def _push(self, leg: PrefillLeg, blocks: Mapping[GroupId, Sequence[int]], steps: range, chunk: range) -> None:
+        """Some layers' pages are complete up to the chunk's end: send them while the rest is computed.
+
+        The whole prompt is computed here; of what decode holds already nothing is sent.
+        """
         if not leg.room.done.done():
-            leg.room.push(blocks, steps, chunk)
+            window = leg.room.window.result()
+            wanted = blocks_behind(self._engine.layout, blocks, window.prefix_len, window.prompt_len)
+            leg.room.push(wanted, steps, chunk)
 
     def _finish(self, leg: PrefillLeg, job: Future[Any], started: float) -> None:
         """The engine has ended: tell the room how."""

@@ -13,7 +13,7 @@ from pdplane.ids import GroupId, Room
 from pdplane.kv.arena import Arena
 from pdplane.kv.layerwise import chunk_positions
 from pdplane.kv.layout import Layout
-from pdplane.kv.manifest import blocks_needed, logical_slots
+from pdplane.kv.manifest import blocks_behind, blocks_needed, logical_slots
 from pdplane.kv.pool import Pool
 from pdplane.plane.prefill import PrefillPlane
 from pdplane.plane.rooms import RoomWindow
@@ -136,7 +136,7 @@ class _PrefillRun:
             self._handle.cancel("aborted by the bench")
             return
         started = time.monotonic()
-        offered = _suffix(layout, blocks, window, prompt_len)
+        offered = blocks_behind(layout, blocks, window.prefix_len, prompt_len)
         for chunk in _chunks(self._options, window):
             for steps in _intervals(layout, self._options):
                 self._write_pages(offered, window, steps, chunk)
@@ -158,18 +158,6 @@ class _PrefillRun:
             for slot, offset in zip(slots[part.start : part.stop], offsets.tolist(), strict=True):
                 page = bench_page(layout, field_id, self.room, slot, options.tp_size, options.tp_rank)
                 self._arena.bytes[offset : offset + len(page)] = page
-
-
-def _suffix(
-    layout: Layout, blocks: Mapping[GroupId, Sequence[int]], window: RoomWindow, prompt_len: int
-) -> dict[GroupId, Sequence[int]]:
-    """Our blocks for the slots that decode asked for: those behind the prefix that it holds."""
-    found = {}
-    for group_id, ids in blocks.items():
-        spec = layout.spec(group_id)
-        ours = logical_slots(spec, 0, prompt_len)
-        found[group_id] = ids[logical_slots(spec, window.prefix_len, prompt_len).start - ours.start :]
-    return found
 
 
 def _chunks(options: InteropOptions, window: RoomWindow) -> Iterator[range]:
