@@ -50,7 +50,8 @@ class HttpThread:
             if self._thread is not None:
                 return
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_run, args=(self._loop, self._name), name=self._name)
+            # A daemon thread: an owner that forgets `close` does not hang the interpreter's exit.
+            self._thread = threading.Thread(target=_run, args=(self._loop, self._name), name=self._name, daemon=True)
             self._thread.start()
 
     @property

@@ -82,7 +82,8 @@ class Reactor(Generic[Event, Action]):
         for end in self._bell:
             end.settimeout(0)
         self._poller.register(self._bell[0], zmq.POLLIN)
-        self._thread = threading.Thread(target=self._run, name=self._name)
+        # A daemon thread: an owner that forgets `close` does not hang the interpreter's exit.
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
     def post(self, event: Event) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Self
@@ -28,7 +30,7 @@ from pdplane.messages import Fingerprint, Hello, Registration
 from pdplane.plane import events as told
 from pdplane.plane.config import DecodeConfig, log_legacy
 from pdplane.plane.handles import Handles
-from pdplane.plane.rooms import DecodeRoom, broken, check_room, settle
+from pdplane.plane.rooms import DecodeRoom, broken, check_process, check_room, settle
 from pdplane.transport import reports
 from pdplane.transport.fence import Fence, OnLanded
 from pdplane.transport.registry import Receiver, is_one_sided, open_receiver
@@ -71,7 +73,7 @@ class DecodePlane:
         self._dealers = Dealers(self._rejected, Curve(config.secret) if config.secret else None)
         self._legacy = LegacyPrefills(self._rejected, self._probe) if config.speaks_legacy else None
         self._handles: Handles[DecodeRoom] = Handles(record=config.record_events)
-        self._state = "new"
+        self._state, self._owner = "new", 0
 
     def _make_receiver(self, scheme: str, port: int) -> Receiver:
         return open_receiver(
@@ -89,6 +91,8 @@ class DecodePlane:
     def start(self) -> None:
         """Listen for data and start the threads. Raises ConfigError, with nothing left open."""
         self._state = "open"
+        self._owner = os.getpid()
+        atexit.register(self.close)  # who forgets it still tells the peers
         try:
             self._start()
         except BaseException:
@@ -107,6 +111,9 @@ class DecodePlane:
         if self._state in ("new", "closed"):
             return
         self._state = "closed"
+        atexit.unregister(self.close)
+        if os.getpid() != self._owner:
+            return  # a forked child: the sockets are its parent's
         if self._reactor:
             self._reactor.post(events.Closing(cause))
             self._reactor.close()
@@ -140,6 +147,7 @@ class DecodePlane:
         """
         if self._state != "open" or self._reactor is None:
             raise LocalProtocolError(f"the decode plane is {self._state}")
+        check_process(self._owner)
         validate_manifest(manifest, self.layout)
         wire.encode_manifest(manifest)  # here, where the caller hears of it: one that no frame can carry
         if len(prompt_hash) > 128 or not prompt_hash.isascii():

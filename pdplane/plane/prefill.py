@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +31,7 @@ from pdplane.messages import Fingerprint
 from pdplane.plane import events as told
 from pdplane.plane.config import PrefillConfig, log_legacy
 from pdplane.plane.handles import Handles
-from pdplane.plane.rooms import PrefillRoom, RoomWindow, broken, check_room, settle
+from pdplane.plane.rooms import PrefillRoom, RoomWindow, broken, check_process, check_room, settle
 from pdplane.plane.senders import Senders
 
 
@@ -67,7 +69,7 @@ class PrefillPlane:
         self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
         self._announcer: Announcer | None = None
         self._handles: Handles[PrefillRoom] = Handles(record=config.record_events)
-        self._state = "new"
+        self._state, self._owner = "new", 0
         self.control: Endpoint | None = None
         self.legacy_control: Endpoint | None = None
         self.rendezvous: Endpoint | None = None
@@ -77,6 +79,8 @@ class PrefillPlane:
     def start(self) -> None:
         """Bind, serve the rendezvous (rank 0), announce this rank. Raises ConfigError, with nothing left open."""
         self._state = "open"
+        self._owner = os.getpid()
+        atexit.register(self.close)  # who forgets it still tells the peers
         try:
             self._start()
         except BaseException:
@@ -95,6 +99,9 @@ class PrefillPlane:
         if self._state in ("new", "closed"):
             return
         self._state = "closed"
+        atexit.unregister(self.close)
+        if os.getpid() != self._owner:
+            return  # a forked child: the sockets are its parent's
         if self._announcer:
             self._announcer.stop()
         self._reactor.post(events.Closing(cause))
@@ -121,6 +128,7 @@ class PrefillPlane:
         """
         if self._state != "open":
             raise LocalProtocolError(f"the prefill plane is {self._state}")
+        check_process(self._owner)
         number, ticket = check_room(room), self._handles.ticket()
 
         def push(copies: Mapping[SessionId, Copies]) -> None:

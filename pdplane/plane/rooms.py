@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import SupportsIndex, TypeVar
@@ -29,6 +30,12 @@ def _open_future() -> Future[T]:
 def check_room(room: int) -> Room:
     """The number as a Room; LocalProtocolError when the wire cannot carry it."""
     return Room(_whole(room, "room", 0, MAX_ROOM))
+
+
+def check_process(owner: int) -> None:
+    """LocalProtocolError in a forked child: its parent's threads and sockets are not there."""
+    if os.getpid() != owner:
+        raise LocalProtocolError("the plane belongs to another process; after a fork, start one of your own")
 
 
 def _whole(value: SupportsIndex, name: str, low: int, high: int) -> int:
