@@ -168,6 +168,7 @@ class PrefillPlane:
         counts = attrs.asdict(self._reactor.ask(self._machine.counts))
         counts["rejected"] = dict(Counter(counts["rejected"]) + self._rejected)
         counts["data_connections"] = len(self._senders)
+        counts["data"] = self._senders.counts()
         counts["handles"] = len(self._handles)
         return counts
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 
@@ -15,10 +19,13 @@ from pdplane.plane.config import PrefillConfig
 from pdplane.transport import pushes, reports
 from pdplane.transport.registry import Sender, is_one_sided, open_sender, require_transport
 
+logger = logging.getLogger(__name__)
+
 
 @attrs.define
 class _Connection:
     sender: Sender
+    way: str = ""
     over: bool = False
     retired: bool = False  # we gave it up: that it ends is no news
 
@@ -33,10 +40,19 @@ class Senders:
         self._legacy_scheme = config.legacy_transport or config.transport
         self._one_sided = {scheme: is_one_sided(scheme) for scheme in (config.transport, self._legacy_scheme)}
         self._connections: dict[tuple[SessionId, Life], _Connection] = {}
+        self._lock = threading.Lock()
+        self._totals: Counter[str] = Counter()
         self._ending: list[Sender] = []  # told to stop; a slow name look-up may keep a thread for a while
 
     def __len__(self) -> int:
         return len(self._connections)
+
+    def counts(self) -> dict[str, Any]:
+        """Open connections by what carries their bytes, and the cuts since the start whose pushes were sent again."""
+        ways = Counter(connection.way for connection in list(self._connections.values()) if not connection.over)
+        with self._lock:
+            totals = dict(self._totals)
+        return {"ways": {way: ways[way] for way in sorted(ways) if way}, "resumed": totals.get("resumed", 0)}
 
     def check(self) -> None:
         """Raise ConfigError when a transport cannot work here, rather than at the first session."""
@@ -117,7 +133,9 @@ class Senders:
 
     def _hear(self, connection: _Connection, life: Life, believed: Life | None, report: reports.Report) -> None:
         match report:
-            case reports.Connected(session, decode_life) if not connection.retired:
+            case reports.Connected(session, decode_life, way) if not connection.retired:
+                connection.way = way
+                logger.info("data connection to %s over %s", session, way)
                 self._post(events.DataConnected(session, life, decode_life if believed is None else believed))
             case reports.Pushed(session, room, generation, push, _):
                 self._post(events.PushEnded(session, room, generation, push, None))
@@ -127,5 +145,9 @@ class Senders:
                 connection.over = True
                 if not connection.retired:
                     self._post(events.DataLost(session, life, cause))
+            case reports.Resumed(session, count, cause):
+                with self._lock:
+                    self._totals["resumed"] += 1
+                logger.warning("data connection to %s was cut, %d pushes are sent again: %s", session, count, cause)
             case _:
                 return

@@ -40,6 +40,7 @@ class Refusal(enum.Enum):
     GENERATION = 2
     WRITER = 3
     BOUNDS = 4
+    CHECKSUM = 5
 
 
 @attrs.frozen
@@ -72,6 +73,7 @@ class FenceSnapshot:
     refused_generation: int
     refused_writer: int
     refused_bounds: int
+    refused_checksum: int = 0
 
 
 @attrs.define
@@ -284,6 +286,7 @@ class Fence:
                 refused_generation=self._refused[Refusal.GENERATION],
                 refused_writer=self._refused[Refusal.WRITER],
                 refused_bounds=self._refused[Refusal.BOUNDS],
+                refused_checksum=self._refused[Refusal.CHECKSUM],
             )
 
 

@@ -2,15 +2,22 @@
 
 Every frame starts with 64 bytes, little-endian:
 
-    magic "PDP1" | u8 version 1 | u8 kind | u16 flags | u32 count | u32 crc (0) | u64 session number |
-    u64 room | u64 generation | u64 segment | u64 nbytes | 8 bytes 0
+    magic "PDP1" | u8 version 1 | u8 kind | u16 flags | u32 count | u32 0 | u64 session number |
+    u64 room | u64 generation | u64 segment | u64 nbytes | u64 checksum
 
 `SEGMENT` (prefill to decode): then `count` u64 offsets into the receiver's arena, `count` u64 lengths, and
 `nbytes` bytes, which are the runs one after another. The flag LAST asks for the push's one acknowledgement.
 A push without bytes is one LAST segment of count 0.
+`PULL` (prefill to decode, on connections that agreed on it): as SEGMENT, but a third table, `count` u64 offsets
+into the sender's arena, stands in the place of the bytes: the receiver reads them from the sender's memory.
+`TAKEN` (decode to prefill): a PULL that is not the LAST has been read.
 `ACK` (decode to prefill): the segment number of the LAST segment, `count` is the status (0 landed, else a
 `Refusal`), `nbytes` the push's bytes that are in the arena.
-`ABANDON` (prefill to decode): the push ends here, unfinished, and gets no acknowledgement.
+`ABANDON` (prefill to decode): the push ends here, unfinished. With the flag LAST it asks for an ACK of its own
+number, which says that nothing of the push is read any more; without, it gets none.
+
+The flag CHECKSUM says that `checksum` is the xxh3 (64 bits) of the segment's bytes, run after run; without it
+the field is 0.
 
 A segment number is `push << 32 | index`: the same push cut the same way has the same numbers, so that
 whole segments of a repeated push count once.
@@ -36,11 +43,11 @@ HEADER_BYTES = 64
 MAX_SEGMENT_BYTES = 64 << 20
 MAX_RUNS = 16_384
 MAX_PUSH = 2**32 - 1
-MAX_STATUS = 4
+MAX_STATUS = 5
 
-_HEADER = struct.Struct("<4sBBHIIQQQQQ8s")
+_HEADER = struct.Struct("<4sBBHIIQQQQQQ")
 _LAST = 1
-_ZERO = bytes(8)
+_CHECKSUM = 2
 _TABLE = np.dtype("<u8")
 
 
@@ -50,6 +57,14 @@ class Kind(enum.IntEnum):
     SEGMENT = 1
     ACK = 2
     ABANDON = 3
+    PULL = 4
+    TAKEN = 5
+
+
+FROM_SENDER = (Kind.SEGMENT, Kind.ABANDON)
+FROM_PULLED_SENDER = (Kind.PULL, Kind.ABANDON)
+FROM_RECEIVER = (Kind.ACK, Kind.TAKEN)
+_TABLES = {Kind.SEGMENT: 2, Kind.PULL: 3}
 
 
 @attrs.frozen
@@ -64,6 +79,7 @@ class Header:
     count: int = 0
     nbytes: int = 0
     last: bool = False
+    checksum: int | None = None
 
     @property
     def push(self) -> int:
@@ -71,8 +87,8 @@ class Header:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the two tables that follow the header."""
-        return 2 * _TABLE.itemsize * self.count if self.kind is Kind.SEGMENT else 0
+        """Bytes of the tables that follow the header."""
+        return _TABLES.get(self.kind, 0) * _TABLE.itemsize * self.count
 
 
 def segment_number(push: int, index: int) -> int:
@@ -86,7 +102,7 @@ def encode_header(header: Header) -> bytes:
         MAGIC,
         VERSION,
         header.kind,
-        _LAST if header.last else 0,
+        (_LAST if header.last else 0) | (0 if header.checksum is None else _CHECKSUM),
         header.count,
         0,
         header.session_number,
@@ -94,50 +110,55 @@ def encode_header(header: Header) -> bytes:
         header.generation,
         header.segment,
         header.nbytes,
-        _ZERO,
+        header.checksum or 0,
     )
 
 
-def encode_segment(header: Header, offsets: U64, lengths: U64) -> bytes:
-    """Header and tables; the bytes of the runs follow."""
-    tables = np.concatenate((offsets, lengths)).astype(_TABLE, copy=False)
-    return encode_header(header) + tables.tobytes()
+def encode_segment(header: Header, *tables: U64) -> bytes:
+    """Header and tables: offsets and lengths, after which the bytes of the runs follow, or with a PULL sources too."""
+    numbers = np.concatenate(tables).astype(_TABLE, copy=False)
+    return encode_header(header) + numbers.tobytes()
 
 
 def decode_header(data: bytes | bytearray, session_number: int, kinds: tuple[Kind, ...] = tuple(Kind)) -> Header:
     """Read 64 bytes; raises WireError for anything but a frame of these kinds and this connection."""
     if len(data) != HEADER_BYTES:
         raise WireError("header", f"a header has {HEADER_BYTES} bytes, not {len(data)}")
-    magic, version, kind, flags, count, crc, number, room, generation, segment, nbytes, rest = _HEADER.unpack(data)
+    magic, version, kind, flags, count, zero, number, room, generation, segment, nbytes, check = _HEADER.unpack(data)
     _expect("magic", magic == MAGIC, magic)
     _expect("version", version == VERSION, version)
     _expect("kind", kind in kinds, kind)
-    _expect("flags", flags in (0, _LAST), flags)
-    _expect("crc", crc == 0 and rest == _ZERO, crc)
+    _expect("flags", flags <= (_LAST | _CHECKSUM), flags)
+    _expect("fifth number", zero == 0, zero)
+    _expect("checksum", bool(flags & _CHECKSUM) or not check, check)
     _expect("session number", number == session_number, number)
     _expect("room", room <= MAX_ROOM, room)
-    header = Header(Kind(kind), number, room, generation, segment, count, nbytes, flags == _LAST)
+    checksum = check if flags & _CHECKSUM else None
+    header = Header(Kind(kind), number, room, generation, segment, count, nbytes, bool(flags & _LAST), checksum)
     _check_counts(header)
     return header
 
 
 def _check_counts(header: Header) -> None:
-    if header.kind is Kind.SEGMENT:
+    if header.kind in _TABLES:
         _expect("count", header.count <= MAX_RUNS, header.count)
         _expect("nbytes", header.count <= header.nbytes <= MAX_SEGMENT_BYTES, header.nbytes)
         _expect("count", bool(header.count) or (header.last and not header.nbytes), header.count)
-    elif header.kind is Kind.ACK:
+        return
+    _expect("checksum", header.checksum is None, header.checksum)
+    if header.kind is Kind.ACK:
         _expect("status", header.count <= MAX_STATUS, header.count)
         _expect("flags", header.last, 0)
     else:
-        _expect("nbytes", not header.count and not header.nbytes and not header.last, header.nbytes)
+        _expect("nbytes", not header.count and not header.nbytes, header.nbytes)
+        _expect("flags", header.kind is Kind.ABANDON or not header.last, header.last)
 
 
 def decode_tables(header: Header, tables: U64) -> tuple[U64, U64]:
-    """Offsets and lengths of a segment from its `2 * count` numbers; raises WireError when they contradict it."""
-    if len(tables) != 2 * header.count:
+    """Offsets and lengths of a segment from its tables' numbers; raises WireError when they contradict it."""
+    if tables.nbytes != header.table_bytes:
         raise WireError("tables", f"{len(tables)} numbers for {header.count} runs")
-    offsets, lengths = tables[: header.count], tables[header.count :]
+    offsets, lengths = tables[: header.count], tables[header.count : 2 * header.count]
     if header.count:
         _expect("length", bool(lengths.all()), 0)
         longest = int(lengths.max())  # also keeps the sum below 2**64
@@ -145,6 +166,15 @@ def decode_tables(header: Header, tables: U64) -> tuple[U64, U64]:
         total = int(lengths.sum())
         _expect("nbytes", total == header.nbytes, f"{header.nbytes}, the lengths' sum is {total}")
     return offsets, lengths
+
+
+def decode_sources(header: Header, tables: U64, source_nbytes: int) -> U64:
+    """A PULL's offsets into its sender's arena of so many bytes; raises WireError when a run leaves that."""
+    _, lengths = decode_tables(header, tables)
+    sources, size = tables[2 * header.count :], np.uint64(source_nbytes)
+    inside = bool((lengths <= size).all()) and bool((sources <= size - lengths).all())
+    _expect("source", inside, "outside the sender's arena")
+    return sources
 
 
 def _expect(field: str, holds: bool, value: object) -> None:  # noqa: FBT001 - the condition itself is the argument

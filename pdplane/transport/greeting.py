@@ -1,7 +1,8 @@
 """The greeting of a data connection, without any input or output.
 
     sender                                          receiver
-    HELLO session, decode life, rank, life, nonce -->
+    HELLO session, decode life, rank, life, nonce,
+          "1" with a secret, bundle, stream       -->
                                                   <-- WELCOME decode life, nonce, proof   (or REFUSED reason)
     PROOF proof                                   -->
                                                   <-- ACCEPTED session number, boot id, uid, Unix path
@@ -9,8 +10,9 @@
 Each message is `"PDPG" | u8 version 1 | u8 kind | u16 length` and texts, each `u16 length | UTF-8`, all
 little-endian and at most 2 KiB long. With a secret on both sides each proves to the other that it knows
 it, over both nonces and all that was said; without one the proofs are empty; a secret on one side only is
-refused. An empty decode life in HELLO means: whoever answers there. The last three fields of ACCEPTED say
-which shorter ways exist on one host.
+refused. An empty decode life in HELLO means: whoever answers there. Connections of one writer and one bundle
+(any text) live beside each other, one for each stream number; another bundle ends them all. The last three
+fields of ACCEPTED say which shorter ways exist on one host: see `shortcut`, whose messages are these too.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,19})\Z")
 _NONCE = re.compile(r"[0-9a-f]{64}\Z")
 _PROOF = re.compile(r"(?:[0-9a-f]{64})?\Z")
 _MAX_RANK = 2**31 - 1
+MAX_STREAMS = 64
 
 
 class GreetingKind(enum.IntEnum):
@@ -50,26 +53,42 @@ class GreetingKind(enum.IntEnum):
     PROOF = 3
     ACCEPTED = 4
     REFUSED = 5
+    ATTACH = 6
+    ATTACHED = 7
 
 
 _FIELDS = {
-    GreetingKind.HELLO: 6,
+    GreetingKind.HELLO: 8,
     GreetingKind.WELCOME: 3,
     GreetingKind.PROOF: 1,
     GreetingKind.ACCEPTED: 4,
     GreetingKind.REFUSED: 1,
+    GreetingKind.ATTACH: 6,
+    GreetingKind.ATTACHED: 1,
 }
 
 
 @attrs.frozen
 class Accepted:
-    """A receiver's last word: the number that segments carry, and what it offers on the same host."""
+    """A receiver's last word: the number that segments carry, and what it offers on the same host.
+
+    `way` names what carries the bytes in the end: `pull`, `unix`, or the scheme itself.
+    """
 
     session_number: int
     decode_life: Life
     boot_id: str
     uid: str
     unix_path: str
+    way: str = "tcp"
+
+
+@attrs.frozen
+class Bundle:
+    """Which of a sender's connections this is: those of one `id` live together, one for each `stream`."""
+
+    id: str = attrs.field(factory=lambda: secrets.token_hex(8))
+    stream: int = 0
 
 
 def encode(kind: GreetingKind, *texts: str) -> bytes:
@@ -122,9 +141,15 @@ class SenderGreeting:
     """The sender's half: each method takes the peer's message and gives the next of ours."""
 
     def __init__(
-        self, session: SessionId, writer: Writer, secret: Secret | None, decode_life: Life | None = None
+        self,
+        session: SessionId,
+        writer: Writer,
+        secret: Secret | None,
+        decode_life: Life | None = None,
+        bundle: Bundle | None = None,
     ) -> None:
         """`decode_life` None accepts whoever answers at the session's address."""
+        bundle = bundle or Bundle()
         self._secret = secret
         self._expected = decode_life
         self._hello = encode(
@@ -135,6 +160,8 @@ class SenderGreeting:
             writer.life,
             secrets.token_hex(32),
             "1" if secret else "0",
+            bundle.id,
+            str(bundle.stream),
         )
         self._decode_life = Life("")
 
@@ -143,7 +170,7 @@ class SenderGreeting:
 
     def welcome(self, kind: GreetingKind, texts: tuple[str, ...]) -> bytes:
         """Check the receiver's proof and give ours; raises WireError when it refuses or cannot be trusted."""
-        life, nonce, proof = _expected(kind, GreetingKind.WELCOME, texts)
+        life, nonce, proof = expected(kind, GreetingKind.WELCOME, texts)
         _match(_NONCE, nonce, "nonce")
         _match(_PROOF, proof, "proof")
         if self._expected is not None and life != self._expected:
@@ -158,8 +185,8 @@ class SenderGreeting:
 
     def accepted(self, kind: GreetingKind, texts: tuple[str, ...]) -> Accepted:
         """The end of the greeting; raises WireError when the receiver refuses."""
-        number, boot_id, uid, unix_path = _expected(kind, GreetingKind.ACCEPTED, texts)
-        value = _number(number, "session number", 2**64 - 1)
+        number, boot_id, uid, unix_path = expected(kind, GreetingKind.ACCEPTED, texts)
+        value = number_of(number, "session number", 2**64 - 1)
         return Accepted(value, self._decode_life, boot_id, uid, unix_path)
 
 
@@ -170,10 +197,11 @@ class ReceiverGreeting:
         self._session, self._decode_life, self._secret = session, decode_life, secret
         self._said: tuple[bytes, ...] = ()
         self.writer = Writer(Rank(0), Life(""))
+        self.bundle = Bundle("")
 
     def hello(self, kind: GreetingKind, texts: tuple[str, ...]) -> bytes:
         """Check who speaks and give our proof; raises WireError."""
-        session, decode_life, rank, life, nonce, knows = _expected(kind, GreetingKind.HELLO, texts)
+        session, decode_life, rank, life, nonce, knows, bundle, stream = expected(kind, GreetingKind.HELLO, texts)
         if session != self._session:
             raise WireError("session", f"session {session!r} is not served here")
         if decode_life not in ("", self._decode_life):
@@ -183,7 +211,8 @@ class ReceiverGreeting:
         if (knows == "1") != (self._secret is not None):
             raise WireError("secret", "one side has a secret and the other has none")
         _match(_NONCE, nonce, "nonce")
-        self.writer = Writer(Rank(_number(rank, "rank", _MAX_RANK)), Life(life))
+        self.writer = Writer(Rank(number_of(rank, "rank", _MAX_RANK)), Life(life))
+        self.bundle = Bundle(bundle, number_of(stream, "stream", MAX_STREAMS - 1))
         own_nonce = secrets.token_hex(32)
         self._said = (encode(kind, *texts), self._decode_life.encode(), own_nonce.encode())
         proof = self._secret.answer("receiver", *self._said).hex() if self._secret else ""
@@ -191,7 +220,7 @@ class ReceiverGreeting:
 
     def proof(self, kind: GreetingKind, texts: tuple[str, ...]) -> None:
         """Check the sender's proof; raises WireError."""
-        (proof,) = _expected(kind, GreetingKind.PROOF, texts)
+        (proof,) = expected(kind, GreetingKind.PROOF, texts)
         _match(_PROOF, proof, "proof")
         if self._secret and not self._secret.check_answer(bytes.fromhex(proof), "sender", *self._said):
             raise WireError("proof", "the sender does not know our secret")
@@ -202,14 +231,15 @@ class ReceiverGreeting:
 
 
 def boot_id() -> str:
-    """Names this boot of this kernel on Linux; empty elsewhere, where no shorter way needs it."""
+    """Names this boot of this kernel on Linux; empty elsewhere."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
 
 
-def _expected(kind: GreetingKind, wanted: GreetingKind, texts: tuple[str, ...]) -> tuple[str, ...]:
+def expected(kind: GreetingKind, wanted: GreetingKind, texts: tuple[str, ...]) -> tuple[str, ...]:
+    """The texts of the message that is due; raises WireError for any other, REFUSED with its reason."""
     if kind is GreetingKind.REFUSED:
         raise WireError("refused", f"the receiver refused: {texts[0]}")
     if kind is not wanted:
@@ -222,7 +252,8 @@ def _match(pattern: re.Pattern[str], text: str, field: str) -> None:
         raise WireError(field, f"the greeting's {field} is not well formed")
 
 
-def _number(text: str, field: str, maximum: int) -> int:
+def number_of(text: str, field: str, maximum: int) -> int:
+    """A greeting's decimal number; raises WireError."""
     _match(_NUMBER, text, field)
     if int(text) > maximum:
         raise WireError(field, f"the greeting's {field} is above {maximum}")

@@ -9,8 +9,10 @@ import attrs
 
 from pdplane.errors import WireError
 from pdplane.kv.copies import U64
-from pdplane.transport.fence import Fence, Grant, Refusal, Write, Writer
+from pdplane.transport.checksum import can_check, checksum_of
+from pdplane.transport.fence import Admission, Fence, Grant, Refusal, Write, Writer
 from pdplane.transport.framing import Header, Kind
+from pdplane.transport.greeting import Bundle
 from pdplane.transport.pushes import Key
 from pdplane.transport.reports import Landed, OnReport
 
@@ -26,49 +28,79 @@ class _OpenPush:
 class Landing:
     """The pushes of one writer's connection; used by that connection's thread only."""
 
-    def __init__(self, fence: Fence, writer: Writer, report: OnReport) -> None:
+    def __init__(self, fence: Fence, writer: Writer, report: OnReport, *, checksums: bool = False) -> None:
+        """With `checksums` a segment without one is refused."""
         self._fence, self._writer, self._report = fence, writer, report
+        self._demands_checksums = checksums
         self._open: dict[Key, _OpenPush] = {}
         self._grant: Grant | None = None
+        self._runs: tuple[U64, U64] | None = None  # of the segment that is being stored
 
     def begin(self, header: Header, offsets: U64, lengths: U64) -> Grant | None:
         """Leave to store a segment's bytes; None when they must be drained: refused, or landed before."""
         push = self._push(header)
+        self._grant = self._runs = None
         write = Write(self._writer, header.room, header.generation, header.segment, offsets, lengths, header.nbytes)
-        admission = self._fence.admit(write)
+        admission = self._admit(header, write)
         if isinstance(admission, Refusal):
-            self._grant = None
             push.refusal = push.refusal or admission
             return None
         self._grant = admission
-        return None if admission.repeated else admission
+        if admission.repeated:
+            return None
+        self._runs = offsets, lengths
+        return admission
 
     def end(self, header: Header) -> Header | None:
-        """Count the segment whose bytes are all read; the acknowledgement to send after a push's last one."""
+        """Count the segment whose bytes are all read; the answer to send, if it asks for one."""
         push = self._push(header)
-        landed = self._grant.finish() if self._grant else None
-        if landed is not None:
-            push.nbytes += header.nbytes
-        elif push.refusal is None:
-            push.refusal = Refusal.CLOSED
-        self._grant = None
+        landed = self._finish(header, push)
         if not header.last:
-            return None
+            return _answer(header, Kind.TAKEN) if header.kind is Kind.PULL else None
         del self._open[_key(header)]
         if landed is not None and push.refusal is None:
             self._report(Landed(header.room, header.generation, self._writer.prefill_rank, landed))
-        status = push.refusal.value if push.refusal else 0
-        return attrs.evolve(header, kind=Kind.ACK, count=status, nbytes=push.nbytes)
+        return _answer(header, Kind.ACK, push.refusal.value if push.refusal else 0, push.nbytes)
 
-    def abandon(self, header: Header) -> None:
-        """Forget a push that its sender gave up."""
-        self._open.pop(_key(header), None)
+    def _admit(self, header: Header, write: Write) -> Admission:
+        wanted = self._demands_checksums and header.nbytes > 0
+        if (wanted and header.checksum is None) or (header.checksum is not None and not can_check()):
+            self._fence.count(Refusal.CHECKSUM)
+            return Refusal.CHECKSUM
+        return self._fence.admit(write)
+
+    def _finish(self, header: Header, push: _OpenPush) -> int | None:
+        """What the rank has landed with this segment; None when it does not count."""
+        grant, runs = self._grant, self._runs
+        self._grant = self._runs = None
+        if grant is None:
+            push.refusal = push.refusal or Refusal.CLOSED
+            return None
+        if header.checksum is not None and runs and checksum_of(self._fence.arena, *runs) != header.checksum:
+            self._fence.count(Refusal.CHECKSUM)
+            push.refusal = push.refusal or Refusal.CHECKSUM
+            return None
+        landed = grant.finish()
+        if landed is None:
+            push.refusal = push.refusal or Refusal.CLOSED
+        else:
+            push.nbytes += header.nbytes
+        return landed
+
+    def abandon(self, header: Header) -> Header | None:
+        """Forget a push that its sender gave up; the answer to send, if it asks for one."""
+        push = self._open.pop(_key(header), _OpenPush())
+        return _answer(header, Kind.ACK, 0, push.nbytes) if header.last else None
 
     def _push(self, header: Header) -> _OpenPush:
         key = _key(header)
         if key not in self._open and len(self._open) >= MAX_OPEN_PUSHES:
             raise WireError("push", f"more than {MAX_OPEN_PUSHES} pushes are open on one connection")
         return self._open.setdefault(key, _OpenPush())
+
+
+def _answer(header: Header, kind: Kind, status: int = 0, nbytes: int = 0) -> Header:
+    return attrs.evolve(header, kind=kind, count=status, nbytes=nbytes, checksum=None)
 
 
 def _key(header: Header) -> Key:
@@ -83,25 +115,29 @@ class Endable(Protocol):
 
 
 class Writers:
-    """The connection of each writer. A new one of the same writer ends the old one before it may write."""
+    """The connections of each writer. One of another bundle, or of the same stream, ends the old ones first."""
 
     def __init__(self) -> None:
         self._taking = threading.Lock()  # held while an old connection ends
         self._lock = threading.Lock()
-        self._connections: dict[Writer, Endable] = {}
+        self._connections: dict[Writer, dict[Bundle, Endable]] = {}
 
-    def enter(self, writer: Writer, connection: Endable) -> None:
-        """Make this the writer's one connection. Raises TimeoutError when the old one does not end."""
+    def enter(self, writer: Writer, bundle: Bundle, connection: Endable) -> None:
+        """Make this the connection of the bundle's stream. Raises TimeoutError when an old one does not end."""
         with self._taking:
             with self._lock:
-                old = self._connections.get(writer)
-            if old is not None:
-                old.end("replaced by a new connection of the same writer")
+                known = dict(self._connections.get(writer, {}))
+            for other, old in known.items():
+                if other.id != bundle.id or other == bundle:
+                    old.end("replaced by a new connection of the same writer")
             with self._lock:
-                self._connections[writer] = connection
+                self._connections.setdefault(writer, {})[bundle] = connection
 
-    def leave(self, writer: Writer, connection: Endable) -> None:
+    def leave(self, writer: Writer, bundle: Bundle, connection: Endable) -> None:
         """Forget the connection unless another took its place."""
         with self._lock:
-            if self._connections.get(writer) is connection:
-                del self._connections[writer]
+            known = self._connections.get(writer, {})
+            if known.get(bundle) is connection:
+                del known[bundle]
+            if not known:
+                self._connections.pop(writer, None)

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import attrs
 import numpy as np
 
 from pdplane.errors import ConfigError, LocalProtocolError, WireError
@@ -22,6 +23,7 @@ from pdplane.kv.copies import Copies
 from pdplane.security import Secret
 from pdplane.transport.fence import Fence, Grant, Writer
 from pdplane.transport.framing import (
+    FROM_SENDER,
     HEADER_BYTES,
     Header,
     Kind,
@@ -31,7 +33,15 @@ from pdplane.transport.framing import (
     encode_segment,
     segments,
 )
-from pdplane.transport.greeting import PREFIX_BYTES, Accepted, GreetingKind, SenderGreeting, decode_body, decode_prefix
+from pdplane.transport.greeting import (
+    PREFIX_BYTES,
+    Accepted,
+    Bundle,
+    GreetingKind,
+    SenderGreeting,
+    decode_body,
+    decode_prefix,
+)
 from pdplane.transport.options import TransportOptions
 from pdplane.transport.receiver import ReceiverSnapshot, Reception
 from pdplane.transport.reports import OnReport
@@ -86,7 +96,8 @@ class LoopbackReceiver:
 
     def snapshot(self) -> ReceiverSnapshot:
         with self._lock:
-            return self._reception.snapshot(len(self._connections), 0)
+            count = len(self._connections)
+            return self._reception.snapshot(count, 0, {"loopback": count})
 
     def close(self) -> None:
         self._reception.closing = True
@@ -107,14 +118,15 @@ class LoopbackReceiver:
         except WireError as error:
             self._reception.count("refused_greetings")
             raise WireError(error.field, f"the receiver refused: {error.reason}") from error
-        connection = _Connection(self._reception, reply.writer, line, self._forget)
+        connection = _Connection(self._reception, reply.writer, reply.bundle, line, self._forget)
         with self._lock:
             if self._reception.closing or len(self._connections) >= self._reception.options.max_connections:
                 self._reception.count("refused_connections")
                 raise WireError("refused", "the receiver refused: too many connections")
             self._connections.add(connection)
-        self._reception.writers.enter(reply.writer, connection)
-        return connection, greeting.accepted(*_message(reply.accepted(connection.session_number)))
+        self._reception.writers.enter(reply.writer, reply.bundle, connection)
+        accepted = greeting.accepted(*_message(reply.accepted(connection.session_number)))
+        return connection, attrs.evolve(accepted, way="loopback")
 
     def _forget(self, connection: _Connection) -> None:
         with self._lock:
@@ -130,9 +142,15 @@ class _Connection:
     """The receiver's side of a line. `_delivering` is held while a frame is taken in."""
 
     def __init__(
-        self, reception: Reception, writer: Writer, line: LoopbackLine, forget: Callable[[_Connection], None]
+        self,
+        reception: Reception,
+        writer: Writer,
+        bundle: Bundle,
+        line: LoopbackLine,
+        forget: Callable[[_Connection], None],
     ) -> None:
-        self._reception, self._writer, self._line, self._forget = reception, writer, line, forget
+        self._reception, self._writer, self._bundle = reception, writer, bundle
+        self._line, self._forget = line, forget
         self._landing = reception.landing(writer)
         self._delivering = threading.RLock()  # a report's owner may end the connection from inside a delivery
         self._cause: str | None = None
@@ -144,10 +162,9 @@ class _Connection:
         with self._delivering:
             self._check()
             try:
-                header = decode_header(frame[:HEADER_BYTES], self.session_number, (Kind.SEGMENT, Kind.ABANDON))
+                header = decode_header(frame[:HEADER_BYTES], self.session_number, FROM_SENDER)
                 if header.kind is Kind.ABANDON:
-                    self._landing.abandon(header)
-                    return None
+                    return self._landing.abandon(header)
                 offsets, lengths = decode_tables(header, np.frombuffer(frame, "<u8", offset=HEADER_BYTES))
             except WireError as error:
                 self._reception.count("malformed_frames")
@@ -167,7 +184,7 @@ class _Connection:
                 return
             self._ended = True
         self._forget(self)
-        self._reception.writers.leave(self._writer, self)
+        self._reception.writers.leave(self._writer, self._bundle, self)
         self._reception.cut(self._writer, self._cause)
         self._line.cut(self._cause)
 

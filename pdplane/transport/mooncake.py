@@ -51,6 +51,8 @@ def mooncake_options(options: TransportOptions) -> TransportOptions:
         options,
         segment_bytes=min(options.segment_bytes, BATCH_BYTES),
         segment_runs=min(options.segment_runs, BATCH_RUNS),
+        resume_tries=0,  # an engine has its own timeouts, and nothing counts what it wrote
+        checksum="",
     )
 
 
@@ -156,7 +158,7 @@ class MooncakeLine:
             raise ConnectionError(str(wrong)) from None
         if not self._engine.reaches(self._session):
             self._fail("no mooncake engine answers there")
-        return Accepted(0, Life(""), "", "", "")
+        return Accepted(0, Life(""), "", "", "", "mooncake")
 
     def send_segment(self, header: Header, part: Copies) -> None:
         if self._shut or self._engine is None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import attrs
 
 from pdplane.errors import ConfigError
+from pdplane.transport.checksum import XXH3, can_check
 from pdplane.transport.framing import MAX_RUNS, MAX_SEGMENT_BYTES
+from pdplane.transport.greeting import MAX_STREAMS
 
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
+_MAY_BE_ZERO = ("resume_tries", "resume_pause_s")
 
 
 @attrs.frozen
 class TransportOptions:
     """Bounds and times of both sides.
 
-    `socket_buffer_bytes` None means 256 KiB to a loopback address and the
-    kernel's autotuning to any other. `call_bytes` bounds one system call, `segment_bytes` one segment.
+    `socket_buffer_bytes` None means 256 KiB on one host (Unix sockets, loopback addresses) and the kernel's
+    autotuning otherwise. `call_bytes` bounds one system call, `segment_bytes` one segment.
     """
 
     connect_timeout_s: float = 5.0
@@ -34,6 +37,19 @@ class TransportOptions:
     max_queued: int = 4096
     """Pushes that wait to be sent; more fail at once."""
     max_unacknowledged: int = 64
+    """Pushes sent whole that await their acknowledgement; no other is begun meanwhile."""
+    pull_window: int = 4
+    """Segments that a receiver may have to read from our memory at one time, on connections that pull."""
+    pull_call_bytes: int = 8 << 20
+    """The most that one call copies from another process: what a closing window waits for."""
+    resume_tries: int = 2
+    """New connections for a push that a cut interrupted; 0 fails it at once."""
+    resume_pause_s: float = 0.2
+    """Before the second and later of them, times their number."""
+    streams: int = 1
+    """Connections of one sender, over which large pushes are striped."""
+    checksum: str = ""
+    """`xxh3`: a sender adds it to each segment, a receiver demands it; needs the extra `checksum`."""
     max_connections: int = 256
     max_half_open: int = 32
     """Connections that have not finished their greeting; more are closed at once."""
@@ -44,12 +60,21 @@ class TransportOptions:
 
     def __attrs_post_init__(self) -> None:
         for name, value in attrs.asdict(self).items():
-            if isinstance(value, int | float) and value <= 0:
+            if isinstance(value, int | float) and value <= 0 and (value or name not in _MAY_BE_ZERO):
                 raise ConfigError(f"transport option {name} is {value}, it must be above zero")
         if self.segment_bytes > MAX_SEGMENT_BYTES:
             raise ConfigError(f"transport option segment_bytes is above {MAX_SEGMENT_BYTES}")
         if self.segment_runs > MAX_RUNS:
             raise ConfigError(f"transport option segment_runs is above {MAX_RUNS}")
+        if self.streams > MAX_STREAMS:
+            raise ConfigError(f"transport option streams is above {MAX_STREAMS}")
+        self._check_words()
+
+    def _check_words(self) -> None:
+        if self.checksum not in ("", XXH3):
+            raise ConfigError(f"there is no checksum {self.checksum!r}, only {XXH3}")
+        if self.checksum and not can_check():
+            raise ConfigError("the checksum xxh3 needs `pip install 'pdplane[checksum]'`")
         if self.mooncake_protocol not in MOONCAKE_PROTOCOLS:
             raise ConfigError(
                 f"mooncake's protocol is {' or '.join(MOONCAKE_PROTOCOLS)}, not {self.mooncake_protocol!r}"

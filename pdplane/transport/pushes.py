@@ -37,21 +37,36 @@ class Push:
 
 @attrs.define(eq=False)
 class Job:
-    """A submitted push; `refusal` is set when it may not be sent, `cancelled` while it is being sent."""
+    """A submitted push and how far it got.
+
+    `refusal` is set when it may not be sent, `cancelled` when it shall end. `sent` counts the segments that are on
+    their way over this connection, of all in `parts`; `resumed` the connections that were cut under it.
+    """
 
     push: Push
     nbytes: int
     refusal: str | None = None
     cancelled: bool = False
+    parts: list[Copies] = attrs.field(factory=list)
+    sent: int = 0
+    resumed: int = 0
+
+    def is_over(self, tries: int) -> bool:
+        """Whether a cut is its end."""
+        return self.cancelled or self.refusal is not None or self.resumed >= tries
 
 
 class Outbox:
-    """Pushes in the order of their submission. Every method may be called from any thread."""
+    """Pushes that are not over. Rooms take turns, a room's own pushes keep their order.
+
+    Every method may be called from any thread.
+    """
 
     def __init__(self, max_queued: int) -> None:
         self._changed = threading.Condition()
         self._max_queued = max_queued
-        self._queued: deque[Job] = deque()
+        self._queued: dict[Room, deque[Job]] = {}  # the next room in turn first
+        self._count = 0
         self._pending: dict[Key, Job] = {}
         self._closed = False
 
@@ -63,10 +78,10 @@ class Outbox:
                 return False
             if push.key in self._pending:
                 raise LocalProtocolError(f"push {push.push} of room {push.room} is under way already")
-            if len(self._queued) >= self._max_queued:
+            if self._count >= self._max_queued:
                 job = Job(_without_bytes(push), job.nbytes, refusal="too many pushes are queued")
             self._pending[push.key] = job
-            self._queued.append(job)
+            self._enqueue(job)
             self._changed.notify()
         return True
 
@@ -77,18 +92,43 @@ class Outbox:
                 if job.push.room == room and job.push.generation == generation:
                     job.cancelled = True
 
-    def take(self) -> Job | None:
-        """The next push to send."""
+    def turn(self) -> Job | None:
+        """The push whose next segment is due; its room's next turn comes after all others'."""
         with self._changed:
-            return self._queued.popleft() if self._queued else None
+            for room in self._queued:
+                jobs = self._queued[room] = self._queued.pop(room)
+                return jobs[0]
+            return None
+
+    def sent(self, job: Job) -> None:
+        """The whole push is on its way, or over: its room goes on with the next."""
+        with self._changed:
+            jobs = self._queued.get(job.push.room)
+            if jobs and jobs[0] is job:
+                jobs.popleft()
+                self._count -= 1
+                if not jobs:
+                    del self._queued[job.push.room]
 
     def take_cancelled(self) -> list[Job]:
         """Queued pushes that were cancelled, out of the queue."""
         with self._changed:
-            cancelled = [job for job in self._queued if job.cancelled]
+            cancelled = [job for jobs in self._queued.values() for job in jobs if job.cancelled]
             if cancelled:
-                self._queued = deque(job for job in self._queued if not job.cancelled)
+                self._requeue([job for jobs in self._queued.values() for job in jobs if not job.cancelled])
             return cancelled
+
+    def resume(self, tries: int) -> list[Job]:
+        """After a cut: queue what may be sent again from its start, in the order of submission; gives the rest."""
+        with self._changed:
+            jobs = list(self._pending.values())
+            over = [job for job in jobs if job.is_over(tries)]
+            again = [job for job in jobs if not job.is_over(tries)]
+            for job in again:
+                job.sent = 0
+                job.resumed += 1
+            self._requeue(again)
+            return over
 
     def finish(self, key: Key) -> Job | None:
         """End a push: the job the first time, None ever after."""
@@ -100,13 +140,13 @@ class Outbox:
         with self._changed:
             jobs = list(self._pending.values())
             self._pending.clear()
-            self._queued.clear()
+            self._requeue([])
             return jobs
 
-    def wait(self) -> bool:
-        """Wait until a push is pending (True) or the outbox is closed (False)."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until a push is pending (True) or the outbox is closed (False); with a time, for the close only."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or bool(self._pending))
+            self._changed.wait_for(lambda: self._closed or (timeout_s is None and bool(self._pending)), timeout_s)
             return not self._closed
 
     def close(self) -> None:
@@ -114,6 +154,20 @@ class Outbox:
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def __len__(self) -> int:
+        """Pushes that are not over."""
+        with self._changed:
+            return len(self._pending)
+
+    def _enqueue(self, job: Job) -> None:
+        self._queued.setdefault(job.push.room, deque()).append(job)
+        self._count += 1
+
+    def _requeue(self, jobs: list[Job]) -> None:
+        self._queued, self._count = {}, 0
+        for job in jobs:
+            self._enqueue(job)
 
 
 def _without_bytes(push: Push) -> Push:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 
 import attrs
 
@@ -28,6 +29,8 @@ class ReceiverSnapshot:
     malformed_frames: int
     out_of_descriptors: int = 0
     """Times that a connection had to wait because the process has no free file descriptor."""
+    ways: dict[str, int] = attrs.field(factory=dict)
+    """Open connections by what carries their bytes: tcp, unix, pull, loopback."""
 
 
 class Reception:
@@ -67,7 +70,7 @@ class Reception:
 
     def landing(self, writer: Writer) -> Landing:
         """Fresh books for one connection."""
-        return Landing(self.fence, writer, self.report)
+        return Landing(self.fence, writer, self.report, checksums=bool(self.options.checksum))
 
     def cut(self, writer: Writer, cause: str) -> None:
         """Report a writer's end, unless it is our own close."""
@@ -79,7 +82,7 @@ class Reception:
         with self._lock:
             self._counts[kind] += 1
 
-    def snapshot(self, connections: int, half_open: int) -> ReceiverSnapshot:
+    def snapshot(self, connections: int, half_open: int, ways: Mapping[str, int]) -> ReceiverSnapshot:
         with self._lock:
             return ReceiverSnapshot(
                 connections=connections,
@@ -88,4 +91,5 @@ class Reception:
                 refused_greetings=self._counts["refused_greetings"],
                 malformed_frames=self._counts["malformed_frames"],
                 out_of_descriptors=self._counts["out_of_descriptors"],
+                ways={way: ways[way] for way in sorted(ways) if way and ways[way]},
             )

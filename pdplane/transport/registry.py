@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import attrs
@@ -12,7 +13,7 @@ from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.security import Secret
 from pdplane.transport.fence import Fence, Writer
-from pdplane.transport.greeting import SenderGreeting
+from pdplane.transport.greeting import Bundle, SenderGreeting
 from pdplane.transport.loopback import LoopbackLine, LoopbackReceiver
 from pdplane.transport.mooncake import MooncakeLine, MooncakeReceiver, load_mooncake, mooncake_options
 from pdplane.transport.options import TransportOptions
@@ -20,8 +21,10 @@ from pdplane.transport.pushes import Push
 from pdplane.transport.receiver import ReceiverSnapshot
 from pdplane.transport.reports import OnReport
 from pdplane.transport.sender import Line, PushSender
-from pdplane.transport.stream import StreamLine
+from pdplane.transport.shortcut import PULL, UNIX
+from pdplane.transport.stream_line import StreamLine
 from pdplane.transport.stream_receiver import StreamReceiver
+from pdplane.transport.striped import StripedSender
 
 
 class Sender(Protocol):
@@ -90,8 +93,16 @@ class OneSidedTransport:
     """Import what the scheme needs; ConfigError says what to install."""
 
 
+def _stream(*ways: str) -> Transport:
+    return Transport(partial(StreamLine, ways=ways), partial(StreamReceiver, ways=ways))
+
+
+# Any two of the first four understand each other and use the shortest way that both know and the host allows.
 TRANSPORTS: dict[str, Transport | OneSidedTransport] = {
-    "tcp": Transport(StreamLine, StreamReceiver),
+    "auto": _stream(PULL, UNIX),
+    "pull": _stream(PULL, UNIX),
+    "unix": _stream(UNIX),
+    "tcp": _stream(),
     "loopback": Transport(LoopbackLine, LoopbackReceiver),
     "mooncake": OneSidedTransport(MooncakeLine, MooncakeReceiver, mooncake_options, load_mooncake),
 }
@@ -121,9 +132,16 @@ def open_sender(
         if target_base is None:
             raise ConfigError(f"the transport {scheme!r} needs the address of the arena that it writes into")
         settings = transport.options(settings)
-        return PushSender(transport.line(peer, session, target_base, arena, settings), session, arena, report, settings)
-    greeting = SenderGreeting(session, Writer(prefill_rank, prefill_life), secret, decode_life)
-    return PushSender(transport.line(peer, greeting, arena, settings), session, arena, report, settings)
+        one_sided = partial(transport.line, peer, session, target_base, arena, settings)
+        return PushSender(one_sided, session, arena, report, settings)
+    writer, fenced = Writer(prefill_rank, prefill_life), transport.line
+
+    def make_line(bundle: Bundle) -> Line:
+        return fenced(peer, SenderGreeting(session, writer, secret, decode_life, bundle), arena, settings)
+
+    if settings.streams > 1:
+        return StripedSender(make_line, session, arena, report, settings)
+    return PushSender(partial(make_line, Bundle()), session, arena, report, settings)
 
 
 def open_receiver(

@@ -12,10 +12,14 @@ from pdplane.ids import Generation, Life, Rank, Room, SessionId
 
 @attrs.frozen
 class Connected:
-    """A sender's greeting was accepted; whoever answers at the session's address has this life."""
+    """A sender's greeting was accepted; whoever answers at the session's address has this life.
+
+    `way` is what carries the bytes: tcp, unix, pull, loopback, mooncake.
+    """
 
     session: SessionId
     decode_life: Life
+    way: str
 
 
 @attrs.frozen
@@ -57,6 +61,15 @@ class Disconnected:
 
 
 @attrs.frozen
+class Resumed:
+    """A cut left so many pushes unfinished; the sender connects again and repeats them."""
+
+    session: SessionId
+    pushes: int
+    cause: str
+
+
+@attrs.frozen
 class Landed:
     """A push of this rank ended well; `nbytes` is all that the rank has landed in the room, whole segments only."""
 
@@ -75,6 +88,6 @@ class WriterCut:
     cause: str
 
 
-Report: TypeAlias = Connected | ConnectFailed | Pushed | PushFailed | Disconnected | Landed | WriterCut
+Report: TypeAlias = Connected | ConnectFailed | Pushed | PushFailed | Disconnected | Resumed | Landed | WriterCut
 OnReport: TypeAlias = Callable[[Report], None]
 """Must not block and must not raise: it runs on the thread that moves bytes."""

@@ -1,4 +1,4 @@
-"""TCP connections: a socket with bounded waits, and the sender's line over it.
+"""Connected stream sockets, TCP or Unix, with bounded waits.
 
 Sockets block, but no call on them for long: SO_RCVTIMEO and SO_SNDTIMEO bound each call, and longer waits
 are a `poll` that no lock is held over. Another thread ends a wait by shutting the socket down; only the
@@ -8,35 +8,19 @@ thread that uses a socket closes it, so a descriptor's number is never reused un
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import select
 import socket
 import struct
 import threading
 import time
-from typing import Any
 
-import numpy as np
-
-from pdplane.ids import Endpoint
-from pdplane.kv.arena import Arena
-from pdplane.kv.copies import Copies
 from pdplane.transport import iovec
-from pdplane.transport.framing import HEADER_BYTES, Header, Kind, decode_header, encode_header, encode_segment
-from pdplane.transport.greeting import (
-    PREFIX_BYTES,
-    Accepted,
-    GreetingKind,
-    SenderGreeting,
-    decode_body,
-    decode_prefix,
-)
-from pdplane.transport.options import TransportOptions
+from pdplane.transport.greeting import PREFIX_BYTES, GreetingKind, decode_body, decode_prefix
+from pdplane.transport.pull import peer_credentials
 
 RECEIVE_SLICE_S = 0.02  # the longest that a receive may hold a room's window while its sender stalls
 SEND_SLICE_S = 0.25
-LOOPBACK_BUFFER_BYTES = 256 << 10  # larger ones leave the cache: measured slower
+LOCAL_BUFFER_BYTES = 256 << 10  # on one host larger ones leave the cache: measured slower
 _SCRATCH_BYTES = 256 << 10
 _DONT_WAIT = socket.MSG_DONTWAIT
 _ENDED = "the peer closed the connection"
@@ -80,6 +64,7 @@ class Link:
         self._closed = False
         self._poll = select.poll()
         self.descriptor = connected.fileno()
+        self.credentials = peer_credentials(connected) if connected.family == socket.AF_UNIX else None
         _tune(connected, buffer_bytes)
 
     def check(self) -> None:
@@ -191,151 +176,25 @@ def _tune(connected: socket.socket, buffer_bytes: int | None) -> None:
     connected.settimeout(None)
     for option, seconds in ((socket.SO_RCVTIMEO, RECEIVE_SLICE_S), (socket.SO_SNDTIMEO, SEND_SLICE_S)):
         connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, int(seconds * 1e6)))
+    is_unix = connected.family == socket.AF_UNIX
+    if not is_unix:
+        _tune_tcp(connected)
+    if buffer_bytes is None and (is_unix or _is_loopback(connected)):
+        buffer_bytes = LOCAL_BUFFER_BYTES
+    if buffer_bytes is not None:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+
+
+def _tune_tcp(connected: socket.socket) -> None:
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A host that vanished without a word is noticed within half a minute of rest (the names differ by system).
     for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPALIVE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if buffer_bytes is None and _is_loopback(connected):
-        buffer_bytes = LOOPBACK_BUFFER_BYTES
-    if buffer_bytes is not None:
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
 
 
 def _is_loopback(connected: socket.socket) -> bool:
     host = str(connected.getpeername()[0])
     return host.startswith(("127.", "::ffff:127.")) or host == "::1"
-
-
-class StreamLine:
-    """A sender's line over TCP."""
-
-    def __init__(self, peer: Endpoint, greeting: SenderGreeting, arena: Arena, options: TransportOptions) -> None:
-        self._peer, self._greeting, self._arena, self._options = peer, greeting, arena, options
-        self._lock = threading.Lock()
-        self._down = False
-        self._wakeup: Wakeup | None = None
-        self._link: Link | None = None
-        self._poll = select.poll()
-        self._session_number = 0
-        self._partial = bytearray()
-
-    def open(self) -> Accepted:
-        with self._lock:
-            self._wakeup = Wakeup()
-        link = Link(self._connect(self._wakeup), self._options.socket_buffer_bytes)
-        with self._lock:
-            self._link = link
-            down = self._down
-        if down:
-            raise ConnectionAbortedError("the sender was closed")
-        self._poll.register(link.descriptor, select.POLLIN)
-        self._poll.register(self._wakeup.descriptor, select.POLLIN)
-        accepted = self._greet(link)
-        self._session_number = accepted.session_number
-        return accepted
-
-    def send_segment(self, header: Header, part: Copies) -> None:
-        head = np.frombuffer(encode_segment(header, part.destination, part.length), np.uint8)
-        base = np.uint64(self._arena.base)
-        addresses = np.concatenate((np.array([head.ctypes.data], np.uint64), part.source + base))
-        lengths = np.concatenate((np.array([head.nbytes], np.uint64), part.length))
-        cursor = iovec.Cursor(addresses, lengths, self._options.call_bytes)
-        self._connected().write_vector(cursor, self._options.send_timeout_s)
-
-    def send_header(self, header: Header) -> None:
-        self._connected().write(encode_header(header), time.monotonic() + self._options.send_timeout_s)
-
-    def receive(self, timeout_s: float | None) -> list[Header]:
-        link = self._connected()
-        ready = dict(self._poll.poll(None if timeout_s is None else timeout_s * 1000))
-        if ready.pop(link.descriptor, 0):
-            self._partial += link.read_available()
-        if ready and self._wakeup is not None:
-            self._wakeup.clear()
-        frames = []
-        while len(self._partial) >= HEADER_BYTES:
-            frames.append(decode_header(self._partial[:HEADER_BYTES], self._session_number, (Kind.ACK,)))
-            del self._partial[:HEADER_BYTES]
-        return frames
-
-    def wake(self) -> None:
-        with self._lock:
-            if self._wakeup is not None:
-                self._wakeup.wake()
-
-    def shutdown(self) -> None:
-        with self._lock:
-            self._down = True
-            if self._wakeup is not None:
-                self._wakeup.wake()
-            if self._link is not None:
-                self._link.stop("the sender was closed")
-
-    def close(self) -> None:
-        with self._lock:
-            if self._link is not None:
-                self._link.close()
-            if self._wakeup is not None:
-                self._wakeup.close()
-            self._link = self._wakeup = None
-
-    def _connected(self) -> Link:
-        if self._link is None:
-            raise ConnectionAbortedError("the line is closed")
-        return self._link
-
-    def _greet(self, link: Link) -> Accepted:
-        deadline_s = time.monotonic() + self._options.greeting_timeout_s
-        link.write(self._greeting.hello(), deadline_s)
-        link.write(self._greeting.welcome(*link.read_greeting(deadline_s)), deadline_s)
-        return self._greeting.accepted(*link.read_greeting(deadline_s))
-
-    def _connect(self, wakeup: Wakeup) -> socket.socket:
-        """Try each address of the peer in turn, all within one deadline."""
-        deadline_s = time.monotonic() + self._options.connect_timeout_s
-        failure: OSError = OSError(f"{self._peer.host} has no address")
-        for family, kind, protocol, _, address in self._addresses():
-            candidate = socket.socket(family, kind, protocol)
-            try:
-                candidate.settimeout(0)
-                self._await_connection(candidate, address, wakeup, deadline_s)
-            except OSError as error:
-                candidate.close()
-                failure = error
-            else:
-                return candidate
-        raise failure
-
-    def _addresses(self) -> list[tuple[Any, ...]]:
-        try:
-            return list(socket.getaddrinfo(self._peer.host, self._peer.port, type=socket.SOCK_STREAM))
-        except ValueError:  # a text that no name can be, such as an empty label
-            raise OSError(f"{self._peer.host!r} is no host name") from None
-
-    def _await_connection(
-        self, candidate: socket.socket, address: tuple[object, ...], wakeup: Wakeup, deadline_s: float
-    ) -> None:
-        code = candidate.connect_ex(address)
-        if code == errno.EINPROGRESS:
-            poll = select.poll()
-            poll.register(candidate.fileno(), select.POLLOUT)
-            poll.register(wakeup.descriptor, select.POLLIN)
-            code = self._connection_outcome(candidate, poll, deadline_s, wakeup)
-        if code:
-            raise OSError(code, f"cannot connect to {self._peer}: {os.strerror(code)}")
-
-    def _connection_outcome(
-        self, candidate: socket.socket, poll: select.poll, deadline_s: float, wakeup: Wakeup
-    ) -> int:
-        while not self._down:
-            left_s = deadline_s - time.monotonic()
-            ready = dict(poll.poll(max(left_s, 0) * 1000))
-            if candidate.fileno() in ready:
-                return candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if left_s <= 0:
-                return errno.ETIMEDOUT
-            wakeup.clear()  # a push was submitted meanwhile; it waits in its queue
-        return errno.ECONNABORTED

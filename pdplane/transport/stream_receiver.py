@@ -1,31 +1,28 @@
-"""TCP connections into the arena: a listener, and one thread for each writer."""
+"""Stream sockets into the arena: listeners, and one thread for each writer."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import os
 import secrets
 import select
 import socket
 import threading
-import time
-from collections.abc import Callable
+from collections import Counter
 
-import numpy as np
+import attrs
 
 from pdplane.errors import ConfigError, LocalProtocolError, WireError
 from pdplane.ids import Endpoint, Life, SessionId
-from pdplane.kv.copies import U64
 from pdplane.security import Secret
-from pdplane.transport.fence import Fence, Grant, Writer
-from pdplane.transport.framing import HEADER_BYTES, Header, Kind, decode_header, decode_tables, encode_header
-from pdplane.transport.greeting import GreetingKind, ReceiverGreeting, encode
-from pdplane.transport.iovec import Cursor
-from pdplane.transport.landing import Landing
+from pdplane.transport.connection import HALF_OPEN, Connection, Greeted
+from pdplane.transport.door import UnixDoor, open_door
+from pdplane.transport.fence import Fence
 from pdplane.transport.options import TransportOptions
+from pdplane.transport.pull import PeerMemory
 from pdplane.transport.receiver import ReceiverSnapshot, Reception
 from pdplane.transport.reports import OnReport
-from pdplane.transport.sender import cause_of
+from pdplane.transport.shortcut import PULL, UNIX, Attach, decode_attach, encode_attached
 from pdplane.transport.stream import Link, Wakeup
 
 _BACKLOG = 128
@@ -33,7 +30,7 @@ _EXHAUSTED_PAUSE_MS = 200  # out of descriptors: the connection stays in the bac
 
 
 class StreamReceiver:
-    """A `Receiver` over TCP; the constructor opens nothing."""
+    """A `Receiver` over TCP, which offers `ways` to senders of its own host; the constructor opens nothing."""
 
     def __init__(
         self,
@@ -44,13 +41,17 @@ class StreamReceiver:
         secret: Secret | None,
         report: OnReport,
         options: TransportOptions,
+        *,
+        ways: tuple[str, ...] = (),
     ) -> None:
+        self._ways = ways
         self._listen = listen
         self._reception = Reception(session, decode_life, fence, secret, report, options)
         self._options = options
         self._lock = threading.Lock()
-        self._connections: set[_Connection] = set()
+        self._connections: set[Connection] = set()
         self._listener: socket.socket | None = None
+        self._door: UnixDoor | None = None
         self._wakeup: Wakeup | None = None
         self._thread: threading.Thread | None = None
 
@@ -69,17 +70,19 @@ class StreamReceiver:
         self._listener = _listening(self._listen)
         self._listen = Endpoint(self._listen.host, self._listener.getsockname()[1])
         session = self._reception.name_session(Endpoint(advertise_host or self._listen.host, self._listen.port))
+        self._door = open_door() if UNIX in self._ways else None
         self._wakeup = Wakeup()
+        doors = [self._listener] if self._door is None else [self._listener, self._door.listener]
         self._thread = threading.Thread(
-            target=self._accept, args=(self._listener, self._wakeup), name=f"accept {self._listen}", daemon=True
+            target=self._accept, args=(doors, self._wakeup), name=f"accept {self._listen}", daemon=True
         )
         self._thread.start()
         return session
 
     def snapshot(self) -> ReceiverSnapshot:
         with self._lock:
-            half_open = sum(connection.half_open for connection in self._connections)
-            return self._reception.snapshot(len(self._connections) - half_open, half_open)
+            ways = Counter(connection.way for connection in self._connections)
+            return self._reception.snapshot(len(self._connections) - ways[HALF_OPEN], ways[HALF_OPEN], ways)
 
     def close(self) -> None:
         """End every connection and join every thread; idempotent."""
@@ -89,6 +92,8 @@ class StreamReceiver:
             self._thread.join()
             self._listener.close()
             self._wakeup.close()
+            if self._door is not None:
+                self._door.close()
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -97,22 +102,29 @@ class StreamReceiver:
             with contextlib.suppress(TimeoutError):
                 connection.end("the receiver was closed")
 
-    def _accept(self, listener: socket.socket, wakeup: Wakeup) -> None:
+    def _accept(self, doors: list[socket.socket], wakeup: Wakeup) -> None:
         poll, pause = select.poll(), select.poll()
-        poll.register(listener.fileno(), select.POLLIN)
+        for door in doors:
+            poll.register(door.fileno(), select.POLLIN)
         poll.register(wakeup.descriptor, select.POLLIN)
         pause.register(wakeup.descriptor, select.POLLIN)
         while not self._reception.closing:
-            poll.poll()
-            try:
-                connected, _ = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                continue
-            except OSError:
-                self._reception.count("out_of_descriptors")
-                pause.poll(_EXHAUSTED_PAUSE_MS)
-                continue
-            self._admit(connected)
+            ready = dict(poll.poll())
+            for door in doors:
+                if door.fileno() in ready and not self._accept_one(door):
+                    pause.poll(_EXHAUSTED_PAUSE_MS)
+
+    def _accept_one(self, door: socket.socket) -> bool:
+        """False when the process is out of descriptors."""
+        try:
+            connected, _ = door.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return True
+        except OSError:
+            self._reception.count("out_of_descriptors")
+            return False
+        self._admit(connected)
+        return True
 
     def _admit(self, connected: socket.socket) -> None:
         with self._lock:
@@ -127,12 +139,44 @@ class StreamReceiver:
         except OSError:  # gone again already
             connected.close()
             return
-        connection = _Connection(link, self._reception, self._forget)
+        greet = self._greet_attached if connected.family == socket.AF_UNIX else self._greet
+        connection = Connection(link, self._reception, greet, self._forget)
         with self._lock:
             self._connections.add(connection)
         connection.start()
 
-    def _forget(self, connection: _Connection) -> None:
+    def _greet(self, link: Link, deadline_s: float) -> Greeted:
+        """Both sides' words over TCP, up to the sender's proof. Raises WireError or OSError."""
+        greeting = self._reception.greeting()
+        link.write(greeting.hello(*link.read_greeting(deadline_s)), deadline_s)
+        greeting.proof(*link.read_greeting(deadline_s))
+        number = secrets.randbits(64)
+        path = self._door.path if self._door is not None else ""
+        return Greeted(greeting.writer, greeting.bundle, number, greeting.accepted(number, path))
+
+    def _greet_attached(self, link: Link, deadline_s: float) -> Greeted:
+        """A TCP connection's sender goes on over the Unix socket. Raises WireError or OSError."""
+        wish = decode_attach(*link.read_greeting(deadline_s))
+        if link.credentials is not None and link.credentials.uid != os.getuid():
+            raise WireError("uid", "another user's process")
+        with self._lock:
+            found = [each for each in self._connections if each.is_accepted_as(wish.session_number)]
+        if not found or found[0].greeted is None:
+            raise WireError("session number", "no connection has this number")
+        memory = self._memory(link, wish)
+        way = UNIX if memory is None else PULL
+        found[0].moves = True
+        return attrs.evolve(found[0].greeted, reply=encode_attached(way), way=way, memory=memory)
+
+    def _memory(self, link: Link, wish: Attach) -> PeerMemory | None:
+        """The sender's arena, if it is readable from here and the reader is sure whose it is."""
+        credentials = link.credentials
+        if wish.way != PULL or PULL not in self._ways or credentials is None or not credentials.pid:
+            return None
+        memory = PeerMemory(credentials.pid, wish.arena_base, wish.arena_nbytes)
+        return memory if memory.holds(wish.nonce_address, bytes.fromhex(wish.nonce)) else None
+
+    def _forget(self, connection: Connection) -> None:
         with self._lock:
             self._connections.discard(connection)
 
@@ -149,124 +193,3 @@ def _listening(listen: Endpoint) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen on {listen}: {error.strerror or error}") from error
     return listener
-
-
-class _Connection:
-    """One accepted connection and its thread."""
-
-    def __init__(self, link: Link, reception: Reception, forget: Callable[[_Connection], None]) -> None:
-        self._link, self._reception, self._forget = link, reception, forget
-        self._options = reception.options
-        self._session_number = secrets.randbits(64)
-        self.half_open = True
-        self._thread = threading.Thread(target=self._run, name="land", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, cause: str) -> None:
-        """Ask the connection to end."""
-        self._link.stop(cause)
-
-    def end(self, cause: str) -> None:
-        """End the connection and join its thread. Raises TimeoutError."""
-        self.stop(cause)
-        if self._thread is threading.current_thread():
-            return  # it stops at its next step
-        self._thread.join(self._options.close_timeout_s)
-        if self._thread.is_alive():
-            raise TimeoutError("the writer's old connection does not end")
-
-    def _run(self) -> None:
-        try:
-            greeting = self._greet()
-            if greeting is not None:
-                self._serve(greeting)
-        finally:
-            self._link.close()
-            self._forget(self)
-
-    def _greet(self) -> ReceiverGreeting | None:
-        """Both sides' words up to the sender's proof; None when the connection is refused."""
-        greeting = self._reception.greeting()
-        deadline_s = time.monotonic() + self._options.greeting_timeout_s
-        try:
-            self._link.write(greeting.hello(*self._link.read_greeting(deadline_s)), deadline_s)
-            greeting.proof(*self._link.read_greeting(deadline_s))
-        except WireError as error:
-            self._reception.count("refused_greetings")
-            with contextlib.suppress(OSError):
-                self._link.write(encode(GreetingKind.REFUSED, error.reason), deadline_s)
-            return None
-        except OSError:
-            self._reception.count("refused_greetings")
-            return None
-        return greeting
-
-    def _serve(self, greeting: ReceiverGreeting) -> None:
-        writer, cause = greeting.writer, ""
-        try:
-            self._reception.writers.enter(writer, self)
-        except TimeoutError:
-            self._reception.count("refused_connections")
-            return
-        self.half_open = False
-        try:
-            deadline_s = time.monotonic() + self._options.greeting_timeout_s
-            self._link.write(greeting.accepted(self._session_number), deadline_s)
-            self._receive(self._reception.landing(writer))
-        except WireError as error:
-            self._reception.count("malformed_frames")
-            cause = f"malformed frame: {error.reason}"
-        except OSError as error:
-            cause = cause_of(error)
-        finally:
-            self._leave(writer, cause)
-
-    def _leave(self, writer: Writer, cause: str) -> None:
-        self._reception.writers.leave(writer, self)
-        self._reception.cut(writer, cause)
-
-    def _receive(self, landing: Landing) -> None:
-        """Land segments until the connection ends, which is an OSError or a WireError."""
-        while True:
-            self._link.wait(select.POLLIN, None)
-            header = decode_header(
-                self._link.read_bytes(HEADER_BYTES, self._deadline()),
-                self._session_number,
-                (Kind.SEGMENT, Kind.ABANDON),
-            )
-            if header.kind is Kind.ABANDON:
-                landing.abandon(header)
-            else:
-                self._land(landing, header)
-
-    def _land(self, landing: Landing, header: Header) -> None:
-        tables = self._link.read_bytes(header.table_bytes, self._deadline())
-        offsets, lengths = decode_tables(header, np.frombuffer(tables, "<u8"))
-        grant = landing.begin(header, offsets, lengths)
-        stored = self._store(grant, offsets, lengths) if grant else 0
-        self._link.drain(header.nbytes - stored, self._options.receive_timeout_s)
-        ack = landing.end(header)
-        if ack is not None:
-            self._link.write(encode_header(ack), time.monotonic() + self._options.send_timeout_s)
-
-    def _store(self, grant: Grant, offsets: U64, lengths: U64) -> int:
-        """Bytes taken from the stream into the arena; fewer than all when the window closed meanwhile."""
-        cursor = Cursor(offsets + np.uint64(self._reception.fence.arena.base), lengths, self._options.call_bytes)
-        receive = functools.partial(self._link.receive_vector, cursor)
-        deadline_s = self._deadline()
-        while cursor.left:
-            self._link.check()
-            before = cursor.done
-            full = grant.store(receive)
-            if full is None:
-                break
-            if cursor.done > before:
-                deadline_s = self._deadline()
-            if not full and cursor.left:
-                self._link.wait(select.POLLIN, deadline_s)  # outside the window's lock
-        return cursor.done
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._options.receive_timeout_s

@@ -46,7 +46,7 @@ def test_a_push_lands_its_exact_bytes(ends: Ends) -> None:
     copies = permuted(1 << 16, 512)
     sender.submit(push(7, copies))
     assert reports.ends(1) == [Pushed(decode.session, Room(7), Generation(1), 0, 1 << 16)]
-    assert reports.all[0] == Connected(decode.session, DECODE_LIFE)
+    assert reports.all[0] == Connected(decode.session, DECODE_LIFE, ends.scheme)
     assert decode.reports.all == [Landed(Room(7), Generation(1), Rank(0), 1 << 16)]
     assert (decode.arena.bytes == expected(source, 1 << 16, copies)).all()
 
@@ -125,7 +125,7 @@ def test_refused_pushes_are_counted_and_cost_no_other(ends: Ends) -> None:
     assert not decode.arena.bytes[:2048].any()
     assert not decode.arena.bytes[2112:].any()
     snapshot = decode.fence.snapshot()
-    assert attrs.astuple(snapshot) == (3, 1, 1, 1, 3)
+    assert attrs.astuple(snapshot) == (3, 1, 1, 1, 3, 0)
 
 
 def test_a_refused_segment_fails_its_push_but_not_its_other_segments(ends: Ends) -> None:
@@ -217,7 +217,7 @@ def test_secrets_that_differ_connect_nobody(ends: Ends, ours: bytes | None, thei
 def test_a_shared_secret_connects(ends: Ends) -> None:
     decode = ends.decode(secret=Secret(b"s" * 32))
     _, reports = ends.sender(decode, random_arena(64), secret=Secret(b"s" * 32))
-    assert reports.wait(Connected) == [Connected(decode.session, DECODE_LIFE)]
+    assert reports.wait(Connected) == [Connected(decode.session, DECODE_LIFE, ends.scheme)]
 
 
 def test_a_greeting_for_another_session_or_life_is_refused(ends: Ends) -> None:
@@ -299,7 +299,7 @@ def test_our_own_bad_pushes_are_bugs(ends: Ends) -> None:
 
 
 def test_an_unknown_scheme_names_the_known_ones(ends: Ends) -> None:
-    with pytest.raises(ConfigError, match="there are loopback"):
+    with pytest.raises(ConfigError, match="there are auto, loopback, mooncake, pull, tcp, unix"):
         open_sender(
             "carrier-pigeon",
             peer=Endpoint("127.0.0.1", 1),

@@ -24,7 +24,7 @@ from tests.transport.ends import Ends, Reports, push, random_arena, u64, whole
 from tests.transport.proxy import Proxy
 
 NBYTES = 1 << 20
-SEGMENTS = TransportOptions(segment_bytes=1 << 16, call_bytes=1 << 14)
+SEGMENTS = TransportOptions(segment_bytes=1 << 16, call_bytes=1 << 14, resume_tries=0)
 IMPATIENT = TransportOptions(
     segment_bytes=1 << 16, send_timeout_s=0.2, ack_timeout_s=0.2, receive_timeout_s=0.2, greeting_timeout_s=0.2
 )

@@ -89,7 +89,7 @@ def test_generation_writer_and_room_are_told_apart() -> None:
     assert made.admit(write((0, 1), rank=2)) is Refusal.WRITER
     assert made.admit(write((0, 1), room=8)) is Refusal.CLOSED
     grant(made, write((0, 1)))
-    assert attrs.astuple(made.snapshot()) == (1, 1, 1, 2, 0)
+    assert attrs.astuple(made.snapshot()) == (1, 1, 1, 2, 0, 0)
 
 
 def test_closing_an_older_generation_leaves_the_newer_open() -> None:

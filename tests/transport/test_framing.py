@@ -24,6 +24,7 @@ from pdplane.transport.framing import (
     Header,
     Kind,
     decode_header,
+    decode_sources,
     decode_tables,
     encode_header,
     encode_segment,
@@ -51,17 +52,19 @@ def headers() -> st.SearchStrategy[Header]:
     segment = st.tuples(counts, st.booleans()).flatmap(
         lambda drawn: st.builds(
             Header,
-            kind=st.just(Kind.SEGMENT),
+            kind=st.sampled_from([Kind.SEGMENT, Kind.PULL]),
             count=st.just(drawn[0][0]),
             nbytes=st.just(drawn[0][1]),
             last=st.just(drawn[1]),
+            checksum=st.none() | U64_NUMBER,
             **common,
         )
     )
     ack = st.builds(
-        Header, kind=st.just(Kind.ACK), count=st.integers(0, 4), nbytes=U64_NUMBER, last=st.just(True), **common
+        Header, kind=st.just(Kind.ACK), count=st.integers(0, 5), nbytes=U64_NUMBER, last=st.just(True), **common
     )
-    return st.one_of(segment, ack, st.builds(Header, kind=st.just(Kind.ABANDON), **common))
+    abandon = st.builds(Header, kind=st.just(Kind.ABANDON), last=st.booleans(), **common)
+    return st.one_of(segment, ack, abandon, st.builds(Header, kind=st.just(Kind.TAKEN), **common))
 
 
 @given(headers())
@@ -95,9 +98,11 @@ def test_a_changed_byte_is_another_header_or_a_wire_error(header: Header, at: in
         ({"nbytes": 1}, "nbytes"),
         ({"count": 0}, "count"),
         ({"count": 0, "nbytes": 0, "last": False}, "count"),
-        ({"kind": Kind.ACK, "count": 5}, "status"),
+        ({"kind": Kind.ACK, "count": 6}, "status"),
         ({"kind": Kind.ACK, "count": 0, "last": False}, "flags"),
         ({"kind": Kind.ABANDON}, "nbytes"),
+        ({"kind": Kind.TAKEN, "count": 0, "nbytes": 0}, "flags"),
+        ({"kind": Kind.ACK, "count": 0, "checksum": 1}, "checksum"),
     ],
 )
 def test_absurd_headers_name_their_field(changes: dict[str, object], field: str) -> None:
@@ -126,7 +131,29 @@ def test_lengths_that_contradict_the_header_are_refused(lengths: tuple[int, int]
         decode_tables(SEGMENT, u64(0, 0, *lengths))
 
 
+PULL = attrs.evolve(SEGMENT, kind=Kind.PULL)
+
+
+def test_a_pull_names_its_sources_inside_the_senders_arena() -> None:
+    frame = encode_segment(PULL, u64(1, 2), u64(10, 20), u64(90, 0))
+    tables = np.frombuffer(frame, "<u8", offset=HEADER_BYTES)
+    assert decode_tables(PULL, tables)[1].tolist() == [10, 20]
+    assert decode_sources(PULL, tables, 100).tolist() == [90, 0]
+    for nbytes in (0, 19, 99):
+        with pytest.raises(WireError, match="source"):
+            decode_sources(PULL, tables, nbytes)
+
+
+@given(st.lists(U64_NUMBER, min_size=2, max_size=2), st.integers(0, 2**64 - 1))
+def test_no_source_leaves_the_senders_arena(sources: list[int], nbytes: int) -> None:
+    inside = all(start + length <= nbytes for start, length in zip(sources, (10, 20), strict=True))
+    with contextlib.nullcontext() if inside else pytest.raises(WireError):
+        decode_sources(PULL, u64(0, 0, 10, 20, *sources), nbytes)
+
+
 def test_tables_of_another_size_are_refused() -> None:
+    with pytest.raises(WireError):
+        decode_tables(PULL, u64(0, 0, 10, 20))
     with pytest.raises(WireError):
         decode_tables(SEGMENT, u64(0, 10))
 
@@ -219,13 +246,13 @@ def test_any_bytes_are_a_greeting_message_or_a_wire_error(prefix: bytes, body: b
             decode()
 
 
-@given(st.lists(st.text(max_size=20), min_size=6, max_size=6))
+@given(st.lists(st.text(max_size=20), min_size=8, max_size=8))
 def test_any_texts_of_a_hello_are_taken_or_refused(texts: list[str]) -> None:
     receiver = ReceiverGreeting(SessionId("s"), Life("d"), None)
     with pytest.raises(WireError):
         receiver.hello(GreetingKind.HELLO, tuple(texts))
-    for at, value in enumerate(texts[:6]):
-        good = ["s", "", "0", "life", "0" * 64, "0"]
+    for at, value in enumerate(texts):
+        good = ["s", "", "0", "life", "0" * 64, "0", "bundle", "0"]
         good[at] = value
         with contextlib.suppress(WireError):
             receiver.hello(GreetingKind.HELLO, tuple(good))

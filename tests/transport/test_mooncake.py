@@ -65,7 +65,7 @@ def test_every_byte_lands_and_the_receiver_hears_nothing(decode: Decode, senders
     (pushed,) = reports.wait(Pushed)
     assert pushed == Pushed(decode.session, Room(7), Generation(1), 0, source.nbytes)
     assert np.array_equal(decode.arena.bytes, expected(source, decode.arena.nbytes, copies))
-    assert reports.of(Connected) == [Connected(decode.session, Life(""))]
+    assert reports.of(Connected) == [Connected(decode.session, Life(""), "mooncake")]
     assert decode.reports.all == []
     assert decode.session == f"127.0.0.1:{decode.receiver.endpoint.port}"
     assert decode.receiver.endpoint.port > 0
