@@ -76,6 +76,9 @@ class _Handler(BaseHTTPRequestHandler):
         if url.path == "/health":
             self._answer(200, "OK")
             return
+        if url.path != "/route":
+            self._answer(404, "404: Not Found")
+            return
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         if not query.get("engine_rank") or not query.get("target_dp_group"):
             self._answer(400, "Missing inputs for bootstrap server.")
@@ -96,7 +99,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, "OK")
 
     def do_POST(self) -> None:
-        self._answer(405, "Method not allowed", "application/json; charset=utf-8")
+        if urlsplit(self.path).path == "/route":
+            self._answer(405, "Method not allowed", "application/json; charset=utf-8")
+        else:
+            self._answer(405, "405: Method Not Allowed")
 
     do_DELETE = do_PATCH = do_POST
 
