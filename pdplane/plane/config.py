@@ -61,11 +61,14 @@ class PlaneConfig:
         for name in ("ping_interval_s", "tombstone_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above zero")
+        for name, value in attrs.asdict(self, recurse=False).items():
+            if name.endswith("_port") and not 0 <= value <= 65535:
+                raise ConfigError(f"{name} is {value}, a port is 0..65535")
 
     def _check_addresses(self) -> None:
         if not self.host:
             raise ConfigError("host is empty")
-        if self.host in _WILDCARDS and self.advertise_host is None:
+        if self.advertised in _WILDCARDS:
             raise ConfigError(
                 f"host {self.host} is every interface: say which address peers can reach (advertise_host)"
             )
@@ -111,6 +114,11 @@ class PrefillConfig(PlaneConfig):
     dp_size: int = 1
     dp_rank: int = 0
     exact: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise ConfigError(f"dp_rank {self.dp_rank} is outside 0..{self.dp_size - 1}")
 
 
 @attrs.frozen(kw_only=True)

@@ -124,12 +124,16 @@ class PrefillPlane:
         """Wait for decode's offer of this room.
 
         With `prompt_len` and `prompt_hash` (see `hash_prompt`) an offer for another prompt is refused. A room that is
-        live already ends the new handle's futures with LocalProtocolError.
+        live already ends the new handle's futures with LocalProtocolError. Raises ConfigError for a room that decode
+        ranks will ask of another data-parallel group.
         """
         if self._state != "open":
             raise LocalProtocolError(f"the prefill plane is {self._state}")
         check_process(self._owner)
-        number, ticket = check_room(room), self._handles.ticket()
+        number, config = check_room(room), self.config
+        if (group := number % config.dp_size) != config.dp_rank:
+            raise ConfigError(f"room {number} belongs to data-parallel group {group}, this is group {config.dp_rank}")
+        ticket = self._handles.ticket()
 
         def push(copies: Mapping[SessionId, Copies]) -> None:
             self._reactor.post(events.PushRequested(number, ticket, copies))

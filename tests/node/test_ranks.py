@@ -5,13 +5,13 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from pdplane.errors import RoomFailed
+from pdplane.errors import ConfigError, RoomFailed
 from pdplane.ids import Room, new_room
 from pdplane.node.decode import DecodeLeg
 from pdplane.node.prefill import PrefillLeg
 from pdplane.node.protocols import DecodeRequest, PrefillRequest
 from pdplane.testing.toy_model import ToyOptions, toy_answer
-from tests.node.conftest import Daemons, Decode, Prefill, idle, prompt
+from tests.node.conftest import Daemons, Decode, Prefill, call, idle, prompt
 from tests.waiting import PATIENCE_S, until
 
 OPTIONS = ToyOptions(heads=4)
@@ -75,13 +75,33 @@ def test_every_rank_holds_its_heads(daemons: Daemons, prefill_tp: int, decode_tp
     until(lambda: group.idle, "every count's start value")
 
 
+def test_each_room_is_served_by_its_data_parallel_group(daemons: Daemons) -> None:
+    first = daemons.prefill(OPTIONS, dp_size=3)
+    groups = [first, *(daemons.prefill(OPTIONS, dp_size=3, dp_rank=n, rendezvous=first.rendezvous) for n in (2, 1))]
+    groups[1:] = reversed(groups[1:])
+    decode = daemons.decode(OPTIONS)
+    for room in (*range(6), 2**63 - 1):
+        tokens = prompt(room % 97)
+        waiting = call(None, decode, tokens, at=first.rendezvous, room=room)
+        for number, group in enumerate(groups):
+            if number == room % 3:
+                work = call(group, None, tokens, room=room)
+            else:
+                with pytest.raises(ConfigError, match=f"belongs to data-parallel group {room % 3}"):
+                    call(group, None, tokens, room=room)
+        assert waiting.is_right(OPTIONS)
+        assert work.prefill is not None
+        work.prefill.done.result(PATIENCE_S)
+    assert decode.node.statistics()["sessions"] == {"peers": 3, "sessions": 3}
+
+
 def test_no_rank_starts_before_every_decode_rank_offered(daemons: Daemons) -> None:
-    group = start(daemons, 2, 2)
+    group = start(daemons, 1, 2)  # the one prefill rank feeds both
     tokens, room = prompt(1), new_room()
     work = group.prefill(tokens, room)
     one = Group(group.prefills, group.decodes[:1]).decode(tokens, room)
-    until(lambda: all(side.node.statistics()["sessions"]["sessions"] == 1 for side in group.prefills[:1]))
     until(lambda: group.decodes[0].node.statistics()["rooms"] == {"waiting": 1})
+    assert group.prefills[0].node.statistics()["rooms"] == {"opened": 1}
     assert not any(leg.done.done() for leg in work)
     other = Group(group.prefills, group.decodes[1:]).decode(tokens, room)
     for leg, _ in (*one, *other):

@@ -138,9 +138,27 @@ def test_settings_that_cannot_work(start_prefill: StartPrefill) -> None:
         PrefillPlane(PrefillConfig(), layout=small, arena=Arena.zeros(8))
     with pytest.raises(ConfigError, match="the arena has"):
         DecodePlane(DecodeConfig(), layout=small, arena=Arena.zeros(8))
-    for wrong in ({"host": "0.0.0.0"}, {"tp_rank": 1}, {"bootstrap_timeout_s": 0.5}, {"ping_interval_s": 0}):
-        with pytest.raises(ConfigError):
-            DecodeConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host": ""},
+        {"host": "0.0.0.0"},
+        {"advertise_host": "::"},
+        {"tp_rank": 1},
+        {"dp_rank": 1},
+        {"bootstrap_timeout_s": 0.5},
+        {"ping_interval_s": 0},
+        {"tombstone_s": 0},
+        {"bootstrap_port": 70_000},
+        {"control_port": -1},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_settings_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PrefillConfig(**wrong)
 
 
 @pytest.mark.parametrize(
