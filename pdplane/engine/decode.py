@@ -8,6 +8,7 @@ from typing import Literal
 import attrs
 import mlx.core as mx
 
+from pdplane.engine.assembly import Assembly
 from pdplane.engine.engine import Engine
 from pdplane.engine.forward import Forward
 from pdplane.engine.pages import Blocks
@@ -32,6 +33,7 @@ class DecodeRequest:
     """A sequence whose prompt lies in the arena.
 
     `max_tokens` counts the first token, which prefill made; a token of `stop_ids` is reported and ends the sequence.
+    `assembly` is what `DecodeEngine.assemble` gave for this prompt and these blocks; without one all is copied now.
     """
 
     prompt: tuple[int, ...]
@@ -41,10 +43,21 @@ class DecodeRequest:
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     keep_rows: bool = False
+    assembly: Assembly | None = None
 
 
 class DecodeEngine(Engine):
     """Continues sequences, one token a turn each, each alone in its batch: that keeps the bits of a single process."""
+
+    def assemble(self, prompt_len: int, blocks: Blocks) -> Assembly:
+        """Begin a sequence before its prompt's KV is whole; for `DecodeRequest.assembly`, or to be dropped.
+
+        Raises ConfigError for a prompt or blocks that cannot work.
+        """
+        self.check_prompt_len(prompt_len)
+        opened = self.opened
+        opened.pages.check(blocks, self.blocks_needed(prompt_len))
+        return Assembly(self.thread, opened.pages, opened.layout, opened.leaves, blocks, prompt_len)
 
     def decode(
         self, request: DecodeRequest, on_token: Callable[[Token], None], on_assembled: Callable[[], None]
@@ -68,6 +81,8 @@ class DecodeEngine(Engine):
         on_token(Token(request.first_token, request.first_logprob))
         limit = self._limit(request)
         if request.first_token in request.stop_ids or limit == 1:
+            if request.assembly is not None:
+                request.assembly.drop()
             on_assembled()
             return "stop" if request.first_token in request.stop_ids else "length"
         forward = self._assemble(request)
@@ -91,8 +106,8 @@ class DecodeEngine(Engine):
         return request.max_tokens if context is None else min(request.max_tokens, context - len(request.prompt) + 1)
 
     def _assemble(self, request: DecodeRequest) -> Forward:
+        assembly = request.assembly or self.assemble(len(request.prompt), request.blocks)
         forward = Forward(self.opened.model, self.options)
         forward.prepare(self.opened.leaves)
-        for leaf in self.opened.leaves:
-            self.opened.pages.assemble(leaf, leaf.find(forward.caches), request.blocks, len(request.prompt))
+        assembly.finish(forward.caches)
         return forward

@@ -9,7 +9,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-from pdplane.engine.caches import Leaf, Tensor
+from pdplane.engine.caches import Leaf
 from pdplane.engine.layout import KV, STATE, carried, field_id
 from pdplane.engine.untyped import Cache
 from pdplane.engine.views import Buffer, Numbers, bits_later, bits_of, carrier, numbers_of
@@ -28,7 +28,7 @@ _STEP = 256  # mlx-lm's caches grow by this many rows
 
 @attrs.frozen
 class _Run:
-    """Blocks with ascending ids side by side: `count` pages from page index `page` (block id - 1) and slot `slot`."""
+    """Blocks side by side: `count` pages from page index `page` (block id - 1) on, and slots from `slot` on."""
 
     slot: int
     page: int
@@ -93,22 +93,50 @@ class Pages:
         """Pages of shape (blocks, heads, tokens, width) by tensor name."""
         return {tensor.name: self._views[field_id(leaf, tensor)] for tensor in carried(leaf)}
 
+    def history_fields(self, leaf: Leaf) -> Mapping[FieldId, tuple[str, ...]]:
+        """The fields of a history, and the tensors that lie in each of them."""
+        return {field_id(leaf, tensor): (tensor.name,) for tensor in carried(leaf)}
+
     def assemble(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
         """Fill a fresh cache from its blocks; bytes beyond `length` tokens are never read.
 
         Raises ValueError when a state's own indices do not fit the length.
         """
+        if not leaf.kind.is_history:
+            self._assemble_state(leaf, cache, blocks, length)
+            return
+        ids = np.asarray(blocks[self.history_group], np.int64)
+        buffers = reserve(leaf, length)
+        for name in self._history(leaf):
+            self.join_history(leaf, name, buffers[name], ids, np.arange(len(ids)), length)
+        give_history(leaf, cache, buffers, length)
+
+    def join_history(self, leaf: Leaf, name: str, buffer: Buffer, ids: Numbers, slots: Numbers, length: int) -> None:
+        """Copy these slots' pages of a history's tensor into its buffer; `ids` are all the prompt's blocks."""
+        join_rows(self._history(leaf)[name], buffer.view[0], ids, slots, length)
+
+    def _assemble_state(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
         tensors: dict[str, mx.array] = {}
         for tensor in leaf.tensors:
-            buffer = Buffer(_buffer_shape(leaf, tensor, length), tensor.dtype)
+            buffer = Buffer(tensor.shape, tensor.dtype)
             if tensor in carried(leaf):
-                pages = self._views[field_id(leaf, tensor)]
-                if leaf.kind.is_history:
-                    join_rows(pages, buffer.view[0], blocks[KV], length)
-                else:
-                    buffer.view[...] = pages[blocks[STATE][0] - 1]
+                buffer.view[...] = self._views[field_id(leaf, tensor)][blocks[STATE][0] - 1]
             tensors[tensor.name] = buffer.take()
         leaf.kind.give(cache, tensors, length)
+
+
+def reserve(leaf: Leaf, length: int) -> dict[str, Buffer]:
+    """Zeroed memory for a history of `length` tokens, with rows in reserve: without them MLX copies it at once."""
+    return {
+        tensor.name: Buffer((1, heads, -(-(length + _RESERVE) // _STEP) * _STEP, width), tensor.dtype)
+        for tensor in leaf.tensors
+        for heads, width in [tensor.shape]
+    }
+
+
+def give_history(leaf: Leaf, cache: Cache, buffers: Mapping[str, Buffer], length: int) -> None:
+    """Make the filled buffers a fresh cache's own."""
+    leaf.kind.give(cache, {name: buffer.take() for name, buffer in buffers.items()}, length)
 
 
 def cut_rows(source: Numbers, pages: Numbers, blocks: Sequence[int], rows: range) -> None:
@@ -118,9 +146,9 @@ def cut_rows(source: Numbers, pages: Numbers, blocks: Sequence[int], rows: range
     """
     step = pages.shape[2]
     first, whole = rows.start // step, rows.stop // step
-    for run in _runs(blocks[first:whole]):
-        start = (first + run.slot) * step
-        part = source[:, start : start + run.count * step]
+    ids = np.asarray(blocks[first:whole], np.int64)
+    for run in _runs(ids, np.arange(first, whole)) if len(ids) else ():
+        part = source[:, run.slot * step : (run.slot + run.count) * step]
         pages[run.page : run.page + run.count] = _paged(part, run.count).swapaxes(0, 1)
     if rest := rows.stop - whole * step:
         last = pages[blocks[whole] - 1]
@@ -128,15 +156,17 @@ def cut_rows(source: Numbers, pages: Numbers, blocks: Sequence[int], rows: range
         last[:, rest:] = 0
 
 
-def join_rows(pages: Numbers, target: Numbers, blocks: Sequence[int], length: int) -> None:
-    """The way back of `cut_rows`."""
+def join_rows(pages: Numbers, target: Numbers, ids: Numbers, slots: Numbers, length: int) -> None:
+    """The way back of `cut_rows` for some slots, ascending, of the blocks `ids`; nothing beyond `length` rows."""
     step = pages.shape[2]
     whole = length // step
-    for run in _runs(blocks[:whole]):
-        rows = target[:, run.slot * step : (run.slot + run.count) * step]
-        _paged(rows, run.count)[...] = pages[run.page : run.page + run.count].swapaxes(0, 1)
-    if rest := length - whole * step:
-        target[:, whole * step : length] = pages[blocks[whole] - 1][:, :rest]
+    for run in _runs(ids[slots], slots) if len(slots) else ():
+        count = min(run.count, whole - run.slot)
+        if count > 0:
+            rows = target[:, run.slot * step : (run.slot + count) * step]
+            _paged(rows, count)[...] = pages[run.page : run.page + count].swapaxes(0, 1)
+        if count < run.count:  # the prompt ends inside its last block
+            target[:, whole * step : length] = pages[ids[whole] - 1][:, : length - whole * step]
 
 
 def view_pages(layout: Layout, arena: Arena, name: FieldId, dtype: mx.Dtype) -> Numbers:
@@ -163,20 +193,9 @@ def _paged(rows: Numbers, count: int) -> Numbers:
     return np.lib.stride_tricks.as_strided(rows, (heads, count, tokens, width), strides)
 
 
-def _runs(blocks: Sequence[int]) -> Iterator[_Run]:
-    if not blocks:
-        return
-    ids = np.asarray(blocks, dtype=np.int64)
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
+def _runs(ids: Numbers, slots: Numbers) -> Iterator[_Run]:
+    """Neighbours by id and by slot together."""
+    apart = (np.diff(ids) != 1) | (np.diff(slots) != 1)
+    starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
     for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-        yield _Run(int(start), int(ids[start]) - 1, int(end - start))
-
-
-def _buffer_shape(leaf: Leaf, tensor: Tensor, length: int) -> tuple[int, ...]:
-    return history_shape(tensor, length) if leaf.kind.is_history else tensor.shape
-
-
-def history_shape(tensor: Tensor, length: int) -> tuple[int, ...]:
-    """The shape of a history array with rows in reserve."""
-    heads, width = tensor.shape
-    return (1, heads, -(-(length + _RESERVE) // _STEP) * _STEP, width)
+        yield _Run(int(slots[start]), int(ids[start]) - 1, int(end - start))

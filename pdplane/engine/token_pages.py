@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from pdplane.engine.caches import Leaf, Tensor
-from pdplane.engine.pages import Blocks, Pages, cut_rows, history_shape, join_rows, view_pages
+from pdplane.engine.pages import Blocks, Pages, cut_rows, join_rows, view_pages
 from pdplane.engine.token_major import is_latent, ring_of
 from pdplane.engine.untyped import Cache
 from pdplane.engine.views import Buffer, Numbers, bits_of, carrier
@@ -19,6 +19,8 @@ from pdplane.kv.arena import Arena
 from pdplane.kv.layout import GroupSpec, Layout
 from pdplane.kv.manifest import logical_slots
 from pdplane.kv.token_major import FULL, SLIDING, key_field, latent_field, value_field
+
+_FIELDS = {"k": key_field, "v": value_field, "ring_k": key_field, "ring_v": value_field}
 
 
 @attrs.frozen(eq=False)
@@ -59,18 +61,12 @@ class TokenPages(Pages):
     def _history(self, leaf: Leaf) -> Mapping[str, Numbers]:
         return self._stores[leaf.layer].views
 
-    def assemble(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
-        """Fill a fresh cache from its blocks; bytes beyond `length` tokens are never read."""
+    def history_fields(self, leaf: Leaf) -> Mapping[FieldId, tuple[str, ...]]:
+        names = tuple(self._stores[leaf.layer].views)
+        return {latent_field(leaf.layer): names} if is_latent(leaf) else {_FIELDS[n](leaf.layer): (n,) for n in names}
+
+    def _assemble_state(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
         views = self._stores[leaf.layer].views
-        if leaf.kind.is_history:
-            tensors: dict[str, mx.array] = {}
-            for tensor in leaf.tensors:
-                buffer = Buffer(history_shape(tensor, length), tensor.dtype)
-                if tensor.name in views:
-                    join_rows(views[tensor.name], buffer.view[0], blocks[FULL], length)
-                tensors[tensor.name] = buffer.take()
-            leaf.kind.give(cache, tensors, length)
-            return
         ring = ring_of(length, cache.max_size, self._step_size)
         tensor_of = {tensor.name: tensor for tensor in leaf.tensors}
         cache.keys = self._join_ring(views["ring_k"], tensor_of["ring_k"], blocks, length)
@@ -92,7 +88,8 @@ class TokenPages(Pages):
         _, heads, window, width = tensor.shape
         tokens = ring_of(length, window, self._step_size).tokens
         ordered = np.zeros((heads, length - first, width), carrier(tensor.dtype))
-        join_rows(pages, ordered, blocks[SLIDING], length - first)
+        ids = np.asarray(blocks[SLIDING], np.int64)
+        join_rows(pages, ordered, ids, np.arange(len(ids)), length - first)
         buffer = Buffer((1, heads, len(tokens), width), tensor.dtype)
         # The window's oldest token is not sent where a block ends with it: the next token overwrites it unread.
         rows = np.flatnonzero(tokens >= first)
@@ -116,10 +113,9 @@ def _store(layout: Layout, arena: Arena, leaf: Leaf) -> _Store:
 
 
 def _views(layout: Layout, arena: Arena, leaf: Leaf) -> Iterator[tuple[str, Numbers]]:
-    fields = {"k": key_field, "v": value_field, "ring_k": key_field, "ring_v": value_field}
     for tensor in leaf.tensors:
-        if tensor.name in fields:
-            pages = view_pages(layout, arena, fields[tensor.name](leaf.layer), tensor.dtype)
+        if tensor.name in _FIELDS:
+            pages = view_pages(layout, arena, _FIELDS[tensor.name](leaf.layer), tensor.dtype)
             yield tensor.name, pages.swapaxes(1, 2)
 
 

@@ -23,6 +23,7 @@ from pdplane.node.legs import Legs, check_prompt, open_future
 from pdplane.node.protocols import (
     DecodeEngine,
     DecodeRequest,
+    EngineAssembly,
     EngineDecodeRequest,
     EngineJob,
     EngineToken,
@@ -49,6 +50,7 @@ class DecodeLeg:
     blocks: Blocks | None = None
     gone: set[str] = attrs.field(factory=set)
     room: DecodeRoom | None = None
+    assembly: EngineAssembly | None = None
     job: EngineJob | None = None
     cause: str | None = None
     count: int = 0
@@ -120,8 +122,14 @@ class DecodeNode:
         tokens = leg.request.tokens
         try:
             manifest = build_manifest(plane.layout, blocks, 0, len(tokens))
+            if leg.request.max_tokens > 1:  # else prefill's token is the whole answer
+                leg.assembly = self._engine.assemble(len(tokens), blocks)
             leg.room = plane.open(
-                leg.request.room, prefill=leg.request.prefill, manifest=manifest, prompt_hash=hash_prompt(tokens)
+                leg.request.room,
+                prefill=leg.request.prefill,
+                manifest=manifest,
+                prompt_hash=hash_prompt(tokens),
+                on_landed=leg.assembly.landed if leg.assembly else None,
             )
         except PdplaneError as error:
             self._let_go(leg, "room", "engine")
@@ -136,13 +144,14 @@ class DecodeNode:
     def _delivered(self, leg: DecodeLeg, done: Future[Delivered], opened: float) -> None:
         """The cache is whole, or the room failed."""
         leg.mark("transfer_wait_ms", opened)
+        whole = time.monotonic()
         try:
             delivered = done.result()
             if leg.cause is not None:
                 raise RoomFailed(leg.request.room, leg.cause)
             request = self._continue(leg, delivered)
             leg.job = self._engine.decode(
-                request, lambda token: self._token(leg, token), lambda: self._let_go(leg, "engine")
+                request, lambda token: self._token(leg, token), lambda: self._assembled(leg, whole)
             )
         except PdplaneError as error:
             self._let_go(leg, "engine")
@@ -161,7 +170,13 @@ class DecodeNode:
             logprob,
             leg.request.max_tokens,
             leg.stop_ids,
+            assembly=leg.assembly,
         )
+
+    def _assembled(self, leg: DecodeLeg, whole: float) -> None:
+        """The engine has its own copy: our blocks are free, the first step begins."""
+        leg.mark("assembly_ms", whole)
+        self._let_go(leg, "engine")
 
     def _token(self, leg: DecodeLeg, token: EngineToken) -> None:
         """One token, the first one included."""
@@ -193,6 +208,8 @@ class DecodeNode:
             leg.room.cancel(cause)
 
     def _fail(self, leg: DecodeLeg, error: PdplaneError) -> None:
+        if leg.assembly is not None:
+            leg.assembly.drop()
         self._legs.remove(leg)
         leg.done.set_exception(error)
 

@@ -14,6 +14,7 @@ import attrs
 
 from pdplane.ids import Endpoint, GroupId, Room
 from pdplane.kv.arena import Arena
+from pdplane.kv.arrays import U64
 from pdplane.kv.layout import Layout
 
 FinishReason = Literal["stop", "length"]
@@ -46,6 +47,8 @@ class Token:
 @attrs.frozen
 class Finished:
     """How a decode leg ended. `timings` are in the unit of their names; serving passes them on as they are.
+
+    `assembly_ms` is decode's own: from the delivered cache to the first step that can run on it.
 
     Names that serving also turns into metrics: `bootstrap_ms`, `alloc_ms`, `transfer_ms`, `transfer_mb`,
     `transfer_gb_s`.
@@ -218,6 +221,8 @@ class EngineDecodeRequest:
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     keep_rows: bool = False
+    assembly: Any = None
+    """What `DecodeEngine.assemble` gave for this prompt and these blocks."""
 
 
 class EngineFingerprint(Protocol):
@@ -287,8 +292,21 @@ class PrefillEngine(Engine, Protocol):
         """
 
 
+class EngineAssembly(Protocol):
+    """A sequence's caches in the making; nothing of it is used before its request comes. Any thread may call it."""
+
+    def landed(self, offsets: U64, lengths: U64) -> None:
+        """These runs of the arena are final, unless the room fails. Never blocks."""
+
+    def drop(self) -> None:
+        """The room failed, or the request does without; harmless at any time."""
+
+
 class DecodeEngine(Engine, Protocol):
     """Continues from a prompt's KV in its arena."""
+
+    def assemble(self, prompt_len: int, blocks: Mapping[GroupId, Sequence[int]]) -> EngineAssembly:
+        """Begin a sequence while its blocks are still being written; raises ConfigError for what cannot work."""
 
     def decode(
         self,

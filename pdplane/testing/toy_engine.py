@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 import attrs
 
 from pdplane.errors import ConfigError, InternalError
-from pdplane.ids import GroupId
+from pdplane.ids import FieldId, GroupId
 from pdplane.kv.arena import Arena
+from pdplane.kv.arrays import U64
+from pdplane.kv.arrivals import Arrivals
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import blocks_needed
 from pdplane.kv.pool import Pool
@@ -26,6 +28,7 @@ from pdplane.testing.toy_model import (
     digest_of_arena,
     digest_of_prompt,
     next_token,
+    page,
     toy_layout,
     write_kv,
     write_state,
@@ -63,7 +66,7 @@ class ToyJob:
         except StopIteration as end:
             self.future.set_result(end.value)
             return False
-        except RuntimeError as error:  # the poison token's
+        except RuntimeError as error:  # of the poison token, of a page that changed
             self.future.set_exception(error)
             return False
         return True
@@ -215,7 +218,15 @@ class ToyPrefillEngine(ToyEngine):
 
 
 class ToyDecodeEngine(ToyEngine):
-    """Reads a prompt's KV from its arena and draws one token a turn."""
+    """Reads a prompt's KV from its arena and draws one token a turn.
+
+    A page that changes after it was said to be final makes the request fail.
+    """
+
+    def assemble(self, prompt_len: int, blocks: Mapping[GroupId, Sequence[int]]) -> ToyAssembly:
+        """Begin a sequence while its blocks are still being written."""
+        self.check_prompt_len(prompt_len)
+        return ToyAssembly(self.layout, self.arena, blocks)
 
     def decode(
         self,
@@ -233,6 +244,8 @@ class ToyDecodeEngine(ToyEngine):
         on_token: Callable[[FirstToken], None],
         on_assembled: Callable[[], None],
     ) -> Turns:
+        if request.assembly is not None:
+            request.assembly.check()
         digest = digest_of_arena(self.options, self.arena, self.layout, request.blocks, request.prompt)
         on_assembled()
         token, logprob = request.first_token, request.first_logprob
@@ -245,6 +258,39 @@ class ToyDecodeEngine(ToyEngine):
             self.turns += 1
             yield
             token, logprob = next_token(self.options, digest, answer)
+
+
+class ToyAssembly:
+    """Copies each page at the moment when it is whole."""
+
+    def __init__(self, layout: Layout, arena: Arena, blocks: Mapping[GroupId, Sequence[int]]) -> None:
+        self._layout, self._arena, self._blocks = layout, arena, blocks[KV]
+        self._lock = threading.Lock()
+        self._arrivals = Arrivals(layout, [field.field_id for field in layout.fields_of(KV)], blocks[KV])
+        self._dropped = False
+        self.copies: dict[tuple[FieldId, int], bytes] = {}
+
+    def landed(self, offsets: U64, lengths: U64) -> None:
+        """Copy what these runs complete."""
+        with self._lock:
+            if self._dropped:
+                return
+            for field, slots in self._arrivals.add(offsets, lengths):
+                for block in (self._blocks[slot] for slot in slots):
+                    self.copies[field, block] = page(self._arena, self._layout, field, block).tobytes()
+
+    def drop(self) -> None:
+        """Forget the copies."""
+        with self._lock:
+            self._dropped = True
+            self.copies.clear()
+
+    def check(self) -> None:
+        """Raise RuntimeError when the arena holds other bytes by now."""
+        with self._lock:
+            for (field, block), copy in self.copies.items():
+                if page(self._arena, self._layout, field, block).tobytes() != copy:
+                    raise RuntimeError(f"block {block} of {field} changed after it was final")
 
 
 def _reason(request: EngineDecodeRequest, answer: Sequence[int]) -> FinishReason | None:

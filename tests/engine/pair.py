@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import attrs
 import numpy as np
 
+from pdplane.engine.assembly import Assembly
 from pdplane.engine.decode import DecodeEngine, DecodeRequest, FinishReason, Token
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.pages import Blocks
@@ -59,10 +60,11 @@ class Pair:
         ):
             self.prefill.arena.bytes.fill(GARBAGE)
             self.decode.arena.bytes.fill(GARBAGE)
-            first = self.stream(prompt, ours, theirs)
-            return self.finish(prompt, theirs, first, max_tokens, stop_ids)
+            assembly = self.decode.assemble(len(prompt), theirs)
+            first = self.stream(prompt, ours, theirs, assembly)
+            return self.finish(prompt, theirs, first, max_tokens, stop_ids, assembly)
 
-    def stream(self, prompt: Sequence[int], ours: Blocks, theirs: Blocks) -> FirstToken:
+    def stream(self, prompt: Sequence[int], ours: Blocks, theirs: Blocks, assembly: Assembly) -> FirstToken:
         """Prefill, and move what is told at the moment when it is told; each byte must be told once."""
         landed = np.zeros(self.decode.arena.nbytes, np.uint8)
 
@@ -70,6 +72,7 @@ class Pair:
             self.parts.append((steps, chunk))
             copies = self._plan(ours, theirs, len(prompt), steps, chunk)
             self._copy(copies)
+            assembly.landed(copies.destination, copies.length)
             for target, length in zip(copies.destination, copies.length, strict=True):
                 landed[target : target + length] += 1
 
@@ -99,7 +102,13 @@ class Pair:
             self.decode.arena.bytes[target : target + length] = self.prefill.arena.bytes[source : source + length]
 
     def finish(
-        self, prompt: Sequence[int], blocks: Blocks, first: FirstToken, max_tokens: int, stop_ids: frozenset[int]
+        self,
+        prompt: Sequence[int],
+        blocks: Blocks,
+        first: FirstToken,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        assembly: Assembly | None = None,
     ) -> Run:
         tokens: list[Token] = []
         assembled: list[None] = []
@@ -108,7 +117,9 @@ class Pair:
             assembled.append(None)
             self.decode.arena.bytes.fill(GARBAGE)  # the blocks have other owners now
 
-        request = DecodeRequest(tuple(prompt), blocks, first.token, first.logprob, max_tokens, stop_ids, keep_rows=True)
+        request = DecodeRequest(
+            tuple(prompt), blocks, first.token, first.logprob, max_tokens, stop_ids, keep_rows=True, assembly=assembly
+        )
         reason = self.decode.decode(request, tokens.append, on_assembled).result(60)
         assert len(assembled) == 1
         assert (tokens[0].token, tokens[0].logprob) == (first.token, first.logprob)
