@@ -36,7 +36,7 @@ _KINDS = {
 }
 # RoomFailed tells its cause in words for people; these are the ones that speak of time and of space.
 _DEADLINE = re.compile(r"timed out|\b(?:in|within|after) [0-9.e+]+ s\b|nobody answered in time")
-_LIVE = re.compile(r"\bis live\b")
+_LIVE = re.compile(r"\bis live\b|cannot tell uses apart|may still be written to")
 _FULL = re.compile(r"too many live rooms|wanted [0-9]+ blocks")
 
 

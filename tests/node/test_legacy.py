@@ -10,6 +10,7 @@ from pdplane.ids import Room
 from pdplane.kv.manifest import blocks_behind, blocks_needed
 from pdplane.kv.pool import Pool
 from pdplane.node.protocols import PrefillRequest
+from pdplane.serving.errors import status_of
 from pdplane.testing.legacy_peer import LegacyDecode, LegacyPrefill, LegacyRendezvous
 from pdplane.testing.legacy_prefill import FAILED, SUCCESS
 from pdplane.testing.toy_engine import ToyPrefillEngine
@@ -61,8 +62,10 @@ def test_blocks_come_back_when_the_writer_has_said_so(daemons: Daemons, http: Le
     counts = decode.node.statistics()
     assert counts["blocks"]["free_parents"] < decode.parents
     assert counts["quarantine"]["rooms"] == 1
-    with pytest.raises(LocalProtocolError, match="may still be written to"):
-        call(None, decode, PROMPT, at=http.endpoint, room=asked.decode.number).finish()
+    again = call(None, decode, PROMPT, at=http.endpoint, room=asked.decode.number)
+    with pytest.raises(LocalProtocolError, match="may still be written to") as caught:
+        again.finish()
+    assert status_of(caught.value) == 409
     played.report(offer, SUCCESS, 1)
     until(lambda: decode.node.statistics()["blocks"]["free_parents"] == decode.parents, "the blocks")
 
@@ -104,3 +107,15 @@ def test_a_cancelled_leg_tells_the_legacy_decode(daemons: Daemons) -> None:
     leg.cancel("the client left")
     with pytest.raises(RoomFailed, match="said 0"):
         decode.wait(7, contact)
+
+
+def test_a_number_that_cannot_be_used_again_yet_is_a_conflict(daemons: Daemons, http: LegacyRendezvous) -> None:
+    """Over HTTP it is 409, as for a room that is live."""
+    played, pool = played_prefill(daemons, http)
+    decode = daemons.decode()
+    asked = call(None, decode, PROMPT, at=http.endpoint)
+    number = asked.decode.number
+    played.serve(number, pool.allocate(blocks_needed(played.layout, len(PROMPT))), first_token(daemons))
+    asked.finish()
+    again = call(None, decode, PROMPT, at=http.endpoint, room=number)
+    assert status_of(again.decode.done.exception(PATIENCE_S)) == 409
