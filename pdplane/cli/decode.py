@@ -5,21 +5,27 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdplane.cli.daemon import mlx_needed, run_daemon
+from pdplane.cli.experts import add_expert_flags, attaching_experts
 from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_options, plane_fields
 from pdplane.cli.options import duration, port
 from pdplane.control.http_thread import HttpThread
+from pdplane.errors import ConfigError
 from pdplane.node.decode import DecodeNode
 from pdplane.node.protocols import DecodeEngine
 from pdplane.plane.config import DecodeConfig
 from pdplane.serving.decode import decode_app
 
+if TYPE_CHECKING:
+    from pdplane.engine.model import Prepare
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The shared flags and decode's own."""
     add_daemon_flags(parser, http_port=8200)
+    add_expert_flags(parser)
     own = parser.add_argument_group("decode")
     own.add_argument("--data-port", type=port, default=0, help="where prefill daemons push the cache (a free one)")
     own.add_argument("--status-port", type=port, default=0, help="where legacy prefill ranks report (a free one)")
@@ -46,21 +52,24 @@ def run(args: argparse.Namespace) -> int:
         status_port=args.status_port,
         quarantine_timeout_s=args.quarantine_timeout,
     )
-    engine = _engine(options)
+    with attaching_experts(args) as prepare:
+        engine = _engine(options, prepare)
 
-    def make_node(http: HttpThread, facts: Mapping[str, Any]) -> DecodeNode:
-        return DecodeNode(engine, config, http=http, max_waiting=options.max_waiting, facts=facts)
+        def make_node(http: HttpThread, facts: Mapping[str, Any]) -> DecodeNode:
+            return DecodeNode(engine, config, http=http, max_waiting=options.max_waiting, facts=facts)
 
-    app = partial(decode_app, bootstrap_port=args.bootstrap_port or 8998)
-    return run_daemon("decode", options, config, make_node, app)
+        app = partial(decode_app, bootstrap_port=args.bootstrap_port or 8998)
+        return run_daemon("decode", options, config, make_node, app)
 
 
-def _engine(options: DaemonOptions) -> DecodeEngine:
+def _engine(options: DaemonOptions, prepare: Prepare | None) -> DecodeEngine:
     if options.engine.model == TOY:
+        if prepare is not None:
+            raise ConfigError("the toy has no experts")
         from pdplane.testing.toy_engine import ToyDecodeEngine
 
         return ToyDecodeEngine()
     with mlx_needed():
         from pdplane.engine.decode import DecodeEngine as MlxEngine
 
-        return MlxEngine(options.engine)
+        return MlxEngine(options.engine, prepare)

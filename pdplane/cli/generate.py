@@ -1,4 +1,7 @@
-"""`pdplane generate`: the pair of requests of one room, as a gateway sends them, from the command line."""
+"""`pdplane generate`: the pair of requests of one room, as a gateway sends them, from the command line.
+
+With `--model` instead of the pair's addresses the model runs in this process (pdplane.cli.generate_local).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ import aiohttp
 import attrs
 from yarl import URL
 
+from pdplane.cli.experts import add_expert_flags
 from pdplane.cli.options import count, duration, room, url
 from pdplane.control.exchange import reason_in
-from pdplane.errors import PdplaneError
+from pdplane.errors import ConfigError, PdplaneError
 from pdplane.ids import Room, new_room
 
 _OTHER_LEG_S = 0.5
@@ -50,18 +54,26 @@ class Wanted:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     parser.add_argument("prompt", help="the text to continue; - reads it from standard input")
-    parser.add_argument("--prefill", type=url, required=True, metavar="URL", help="of the prefill daemon")
-    parser.add_argument("--decode", type=url, required=True, metavar="URL", help="of the decode daemon")
+    parser.add_argument("--prefill", type=url, metavar="URL", help="of the prefill daemon")
+    parser.add_argument("--decode", type=url, metavar="URL", help="of the decode daemon")
+    parser.add_argument("--model", help="run this model here instead of asking a pair of daemons")
     parser.add_argument("--max-tokens", type=count, metavar="N", help="longest answer")
     parser.add_argument("--chat", action="store_true", help="ask through the model's chat template")
     parser.add_argument("--room", type=room, help="of the pair (a fresh random one)")
     parser.add_argument("--timeout", type=duration, default=600.0, metavar="TIME", help="for everything (10m)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
+    add_expert_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask, print; gives the exit code. Raises LegFailed."""
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if args.model is not None:
+        from pdplane.cli.generate_local import generate_here
+
+        return generate_here(args, text)
+    if args.prefill is None or args.decode is None or args.experts:
+        raise ConfigError("name the pair with --prefill and --decode, or a --model (which --experts needs) to run here")
     prompt = {"messages": [{"role": "user", "content": text}]} if args.chat else {"text": text}
     number = new_room() if args.room is None else args.room
     wanted = Wanted(args.prefill, args.decode, prompt, number, args.max_tokens, args.timeout)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdplane.cli.daemon import mlx_needed, run_daemon
+from pdplane.cli.experts import add_expert_flags, attaching_experts
 from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_options, plane_fields
 from pdplane.cli.options import endpoint, port
 from pdplane.control.http_thread import HttpThread
+from pdplane.errors import ConfigError
 from pdplane.node.prefill import PrefillNode
 from pdplane.node.protocols import PrefillEngine
 from pdplane.plane.config import PrefillConfig
 from pdplane.serving.prefill import prefill_app
 
+if TYPE_CHECKING:
+    from pdplane.engine.model import Prepare
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The shared flags and prefill's own."""
     add_daemon_flags(parser, http_port=8100)
+    add_expert_flags(parser)
     own = parser.add_argument_group("prefill")
     own.add_argument("--control-port", type=port, default=0, help="of the ZeroMQ channel (a free one)")
     own.add_argument("--legacy-port", type=port, default=0, help="where legacy decode ranks push to (a free one)")
@@ -37,20 +43,23 @@ def run(args: argparse.Namespace) -> int:
         rendezvous=args.rendezvous,
         exact=args.exact,
     )
-    engine = _engine(options)
+    with attaching_experts(args) as prepare:
+        engine = _engine(options, prepare)
 
-    def make_node(http: HttpThread, facts: Mapping[str, Any]) -> PrefillNode:
-        return PrefillNode(engine, config, http=http, max_waiting=options.max_waiting, facts=facts)
+        def make_node(http: HttpThread, facts: Mapping[str, Any]) -> PrefillNode:
+            return PrefillNode(engine, config, http=http, max_waiting=options.max_waiting, facts=facts)
 
-    return run_daemon("prefill", options, config, make_node, prefill_app)
+        return run_daemon("prefill", options, config, make_node, prefill_app)
 
 
-def _engine(options: DaemonOptions) -> PrefillEngine:
+def _engine(options: DaemonOptions, prepare: Prepare | None) -> PrefillEngine:
     if options.engine.model == TOY:
+        if prepare is not None:
+            raise ConfigError("the toy has no experts")
         from pdplane.testing.toy_engine import ToyPrefillEngine
 
         return ToyPrefillEngine()
     with mlx_needed():
         from pdplane.engine.prefill import PrefillEngine as MlxEngine
 
-        return MlxEngine(options.engine)
+        return MlxEngine(options.engine, prepare)

@@ -14,7 +14,7 @@ import numpy as np
 from pdplane.engine.caches import Leaf
 from pdplane.engine.fingerprint import EngineFingerprint, fingerprint
 from pdplane.engine.layout import cache_layout
-from pdplane.engine.model import Model, load_model
+from pdplane.engine.model import Model, Prepare, load_model
 from pdplane.engine.options import EngineOptions, Progress, no_progress
 from pdplane.engine.pages import Pages
 from pdplane.engine.probe import probe
@@ -45,10 +45,14 @@ class Opened:
 
 
 class Engine:
-    """A loaded model with an arena; `start` loads, `close` joins the MLX thread. The constructor opens nothing."""
+    """A loaded model with an arena; `start` loads, `close` joins the MLX thread. The constructor opens nothing.
 
-    def __init__(self, options: EngineOptions) -> None:
+    `prepare` may change the model before its weights are read, such as `RemoteExperts.attach`.
+    """
+
+    def __init__(self, options: EngineOptions, prepare: Prepare | None = None) -> None:
         self.options = options
+        self._prepare = prepare
         self.thread = EngineThread()
         self._opened: Opened | None = None
 
@@ -66,7 +70,7 @@ class Engine:
 
         self.thread.start()
         try:
-            self._opened = self.thread.call(lambda: _open(self.options, watched))
+            self._opened = self.thread.call(lambda: _open(self.options, watched, self._prepare))
         finally:
             if self._opened is None:
                 self.close()
@@ -144,8 +148,8 @@ class Engine:
             raise ConfigError(f"token id {token} is outside the vocabulary 0..{size - 1}")
 
 
-def _open(options: EngineOptions, progress: Progress) -> Opened:
-    model = load_model(options.model, seed=options.seed, progress=progress)
+def _open(options: EngineOptions, progress: Progress, prepare: Prepare | None) -> Opened:
+    model = load_model(options.model, seed=options.seed, progress=progress, prepare=prepare)
     leaves = probe(model, options)
     layout = plan(leaves, options)
     arena = _arena(layout)

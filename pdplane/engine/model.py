@@ -15,7 +15,7 @@ from pdplane.engine.options import Progress, no_progress
 from pdplane.engine.smollm2 import smollm2_folder
 from pdplane.engine.text import Tokenizer
 from pdplane.engine.tiny import build_tiny
-from pdplane.engine.untyped import Network, load_folder
+from pdplane.engine.untyped import Network, load_folder, load_folder_tokenizer
 from pdplane.errors import ConfigError
 
 TINY = "tiny:"
@@ -84,6 +84,18 @@ def model_folder(name: str, progress: Progress = no_progress) -> Path:
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ConfigError(f"model {name!r} is no directory, .gguf file, hub id (owner/name), smollm2 or tiny:FAMILY")
     return _download(name, progress)
+
+
+def load_tokenizer(name: str, *, progress: Progress = no_progress) -> Tokenizer:
+    """A model's tokenizer without its weights. Raises ConfigError."""
+    if name.startswith(TINY):
+        return build_tiny(name.removeprefix(TINY)).tokenizer
+    folder = model_folder(name, progress)
+    try:
+        wrapper = load_folder_tokenizer(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot load the tokenizer of model {name!r}: {_one_line(error)}") from error
+    return Tokenizer(wrapper._tokenizer, wrapper.eos_token_ids)
 
 
 def _download(name: str, progress: Progress) -> Path:

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from pdplane.engine.fingerprint import fingerprint
 from pdplane.engine.forward import Forward
-from pdplane.engine.model import Model, load_model
+from pdplane.engine.model import Model, Prepare, load_model
 from pdplane.engine.options import EngineOptions, Progress, no_progress
 from pdplane.engine.saved_caches import SavedCache, check_caches, restore_caches, save_caches
 from pdplane.engine.text import Tokenizer
@@ -68,8 +68,9 @@ class PrefixEngine:
     at other lengths the chunks differ, and with them, on some BLAS libraries, the last bits.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, prepare: Prepare | None = None) -> None:
         self.options = options
+        self._prepare = prepare
         self.thread = EngineThread()
         self._model: Model | None = None
         self._identity: Identity | None = None
@@ -113,10 +114,15 @@ class PrefixEngine:
     def tokenizer(self) -> Tokenizer:
         return self.model.tokenizer
 
-    def run(self, tokens: Sequence[int], max_tokens: int) -> Job[Continuation]:
-        """Generate after a whole prompt. Raises ConfigError at once for tokens that cannot work."""
+    def run(
+        self, tokens: Sequence[int], max_tokens: int, on_token: Callable[[int], None] = lambda _token: None
+    ) -> Job[Continuation]:
+        """Generate after a whole prompt; `on_token` is called on the MLX thread for each token.
+
+        Raises ConfigError at once for tokens that cannot work.
+        """
         prompt = self._checked(tokens, 0, max_tokens)
-        return self.thread.submit(lambda: self._generate(prompt, max_tokens, None))
+        return self.thread.submit(lambda: self._generate(prompt, max_tokens, None, on_token))
 
     def save(self, tokens: Sequence[int]) -> Job[SavedPrefix]:
         """Run a prefix and save its caches. Raises ConfigError at once for tokens that cannot work."""
@@ -140,7 +146,7 @@ class PrefixEngine:
         return self.thread.submit(lambda: self._generate(prompt, max_tokens, tuple(saved)))
 
     def _open(self, progress: Progress) -> None:
-        model = load_model(self.options.model, seed=self.options.seed, progress=progress)
+        model = load_model(self.options.model, seed=self.options.seed, progress=progress, prepare=self._prepare)
         facts = dict(fingerprint(model, self.options).required)
         forward = Forward(model, self.options)
         for _ in forward.prefill_chunks([0] * _PROBE + [0]):
@@ -179,7 +185,11 @@ class PrefixEngine:
         return clock.lap()
 
     def _generate(
-        self, prompt: tuple[int, ...], max_tokens: int, saved: tuple[SavedCache, ...] | None
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        saved: tuple[SavedCache, ...] | None,
+        on_token: Callable[[int], None] = lambda _token: None,
     ) -> Turns[Continuation]:
         mx.reset_peak_memory()
         clock = _Clock()
@@ -199,6 +209,7 @@ class PrefixEngine:
             ahead = forward.step(row.token) if len(tokens) + 1 < max_tokens else None
             tokens.append(row.wait()[0])
             first_ms = first_ms or clock.lap()
+            on_token(tokens[-1])
             if ahead is None or tokens[-1] in self.tokenizer.eos_ids:
                 break
             row = ahead

@@ -11,19 +11,22 @@ import mlx.core as mx
 import mlx.nn
 import mlx.utils
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.utils import load
+from mlx_lm.utils import load, load_tokenizer
 
 Cache: TypeAlias = Any
 """One of mlx-lm's cache objects."""
 Network: TypeAlias = Any
 """An `mlx.nn.Module`, called with (tokens, cache=...) it gives logits."""
 HuggingFaceTokenizer: TypeAlias = Any
+Wrapper: TypeAlias = Any
+"""mlx-lm's wrapper around a tokenizer."""
 
 _nn: Any = mlx.nn
 _utils: Any = mlx.utils
 _mx: Any = mx
 _maybe_quantize: Any = maybe_quantize_kv_cache
 _load: Any = load
+_load_tokenizer: Any = load_tokenizer
 
 
 def make_network(model_type: str, config: Mapping[str, object]) -> Network:
@@ -54,6 +57,11 @@ def load_folder(folder: Path, *, lazy: bool = False) -> tuple[Network, Any, dict
     """
     network, wrapper, config = _load(str(folder), return_config=True, lazy=lazy)
     return network, wrapper, config
+
+
+def load_folder_tokenizer(folder: Path) -> Wrapper:
+    """mlx-lm's tokenizer wrapper alone; raises what it finds wrong."""
+    return _load_tokenizer(folder)
 
 
 def load_gguf(file: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:

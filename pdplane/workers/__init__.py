@@ -1,4 +1,4 @@
-"""Two smaller protocols of the same product: WP30 hands a prefix's cache over, TX1 runs a MoE model's experts elsewhere.
+"""Two smaller protocols of the product: WP30 hands a prefix's cache over, TX1 runs a MoE model's experts elsewhere.
 
 The names below are for embedders. Importing this package loads no MLX, which the client of a cache worker never needs.
 """

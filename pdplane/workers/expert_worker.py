@@ -88,6 +88,7 @@ class ExpertWorker:
             stall_s=self.options.stall_s, allow=self.options.allow,
         )  # fmt: skip
         self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._unproved = 0
         names = ("refused_handshakes", "refused_requests", "execs", "pairs", "loaded", "evicted", "bytes_in",
                  "bytes_out")  # fmt: skip
@@ -118,8 +119,13 @@ class ExpertWorker:
                 self.close()
         return self.endpoint
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the worker is closed; whether it is. No client can end it."""
+        return self._closed.wait(timeout_s)
+
     def close(self) -> None:
         """End every connection and join every thread; idempotent."""
+        self._closed.set()
         self._listener.stop()
         self.thread.close()
         self._listener.close()

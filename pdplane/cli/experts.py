@@ -1,0 +1,64 @@
+"""The flags that put a model's experts on remote workers, and the object made of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pdplane.cli.daemon import mlx_needed
+from pdplane.cli.options import count, duration, endpoint
+from pdplane.errors import ConfigError
+from pdplane.ids import Endpoint
+
+if TYPE_CHECKING:
+    from pdplane.engine.model import Prepare
+    from pdplane.workers.remote_experts import RemoteExperts
+
+
+def endpoints(text: str) -> list[Endpoint]:
+    """Addresses separated by commas."""
+    return [endpoint(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def add_expert_flags(parser: argparse.ArgumentParser) -> None:
+    """`--experts` and what belongs to it."""
+    experts = parser.add_argument_group("remote experts of a MoE model")
+    experts.add_argument("--experts", type=endpoints, metavar="HOST:PORT,...", help="run them on these expert workers")
+    experts.add_argument("--expert-token-file", metavar="FILE", help="the workers' token; mode 600")
+    experts.add_argument("--expert-timeout", type=duration, default=30.0, metavar="TIME", help="for an answer (30s)")
+    experts.add_argument(
+        "--experts-local", action="store_true", help="read and run experts here when no worker is left"
+    )
+    experts.add_argument("--experts-local-capacity", type=count, metavar="N", help="experts a layer here then (all)")
+
+
+@contextmanager
+def attaching_experts(args: argparse.Namespace) -> Iterator[Prepare | None]:
+    """What puts the experts that were asked for in a model's place, None for none; they are let go at the end."""
+    experts = remote_experts(args)
+    if experts is None:
+        yield None
+        return
+    try:
+        yield experts.attach
+    finally:
+        experts.close()
+
+
+def remote_experts(args: argparse.Namespace) -> RemoteExperts | None:
+    """The remote experts that were asked for, not yet attached to a model. Raises ConfigError."""
+    if not args.experts:
+        return None
+    if not args.expert_token_file:
+        raise ConfigError("--experts needs --expert-token-file")
+    from pdplane.workers.tx1 import Token
+
+    token = Token.from_file(args.expert_token_file)
+    with mlx_needed():
+        from pdplane.workers.expert_link import LinkOptions
+        from pdplane.workers.remote_experts import RemoteExperts, RemoteOptions
+    link = LinkOptions(reply_s=args.expert_timeout)
+    options = RemoteOptions(link, local=args.experts_local, local_capacity=args.experts_local_capacity)
+    return RemoteExperts(args.experts, token, options)

@@ -1,0 +1,100 @@
+"""One life of a worker: start, say ready, wait for a signal or a shutdown, close; with HTTP beside it when asked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+import attrs
+from aiohttp import web
+
+from pdplane.cli.daemon import StopSignal
+from pdplane.cli.logs import LEVELS, set_up_logging
+from pdplane.cli.options import port
+from pdplane.cli.parent import exit_with_parent
+from pdplane.control.http_thread import HttpThread
+from pdplane.ids import Endpoint
+
+_LOOK_S = 0.1
+
+
+class Worker(Protocol):
+    """What both workers can do."""
+
+    def start(self) -> Endpoint: ...
+
+    def close(self) -> None: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether a client has ended the worker."""
+
+    def statistics(self) -> attrs.AttrsInstance: ...
+
+
+def add_worker_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that both workers have."""
+    running = parser.add_argument_group("running")
+    running.add_argument(
+        "--http-port",
+        type=port,
+        metavar="PORT",
+        help="also serve /health, /statistics and /metrics on this loopback port",
+    )
+    running.add_argument("--exit-with-parent", action="store_true", help="end when standard input, a pipe, ends")
+    running.add_argument("--log-level", choices=LEVELS, default="info")
+    running.add_argument("--log-json", action="store_true", help="log JSON objects")
+
+
+def run_worker(role: str, worker: Worker, args: argparse.Namespace, model: Callable[[], str]) -> int:
+    """Run until a signal or a client ends it; gives the exit code. Raises ConfigError with nothing left open."""
+    set_up_logging(args.log_level, as_json=args.log_json)
+    stop, http = StopSignal(), HttpThread()
+    with stop.listening():
+        if args.exit_with_parent:
+            exit_with_parent()
+        try:
+            served = _serve_http(http, role, worker, args.http_port)
+            with stop.interrupting():
+                endpoint = worker.start()
+            ready = {"event": "ready", "role": role, "listen": str(endpoint), "model": model(), "pid": os.getpid()}
+            print(json.dumps({**ready, "http": None if served is None else str(served)}), flush=True)
+            while not stop.wait(_LOOK_S) and not worker.wait(0):
+                pass
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            worker.close()
+            http.close()
+    return 0
+
+
+def worker_app(role: str, worker: Worker) -> web.Application:
+    """`/health`, `/statistics` as JSON and `/metrics` for Prometheus."""
+    prefix = f"pdplane_{role.replace('-', '_')}"
+
+    async def health(_request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "role": role})
+
+    async def statistics(_request: web.Request) -> web.Response:
+        return web.json_response(attrs.asdict(worker.statistics()))
+
+    async def metrics(_request: web.Request) -> web.Response:
+        counts = attrs.asdict(worker.statistics())
+        lines = [f"# TYPE {prefix}_{name} gauge\n{prefix}_{name} {value}\n" for name, value in counts.items()]
+        return web.Response(text="".join(lines), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    app = web.Application()
+    app.router.add_get("/health", health)
+    app.router.add_get("/statistics", statistics)
+    app.router.add_get("/metrics", metrics)
+    return app
+
+
+def _serve_http(http: HttpThread, role: str, worker: Worker, number: int | None) -> Endpoint | None:
+    if number is None:
+        return None
+    http.start()
+    return http.serve(worker_app(role, worker), "127.0.0.1", number)
