@@ -1,13 +1,15 @@
 """The legacy control channel on a decode rank: one PULL that hears every prefill rank, one PUSH to each.
 
 What native peers say beside the legacy frames is made up here, so that the machine need not know: a registration
-counts as answered when it is sent (this wire never answers), a ping is a question to the rendezvous, a cancel and a
-hello have no words. A status names neither its channel nor its use of the room; both are what we offered last.
-Source of the rules: legacy_peer.md sections 1, 3, 5, 6 and 11.
+counts as answered when it is sent (this wire never answers), a ping is a question to the rendezvous and a look at
+the connection, a cancel and a hello have no words. A status names neither its channel nor its use of the room; both
+are what we offered last. Source of the rules: legacy_peer.md sections 1, 3, 5, 6 and 11.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -25,10 +27,12 @@ from pdplane.machine import events
 from pdplane.machine.actions import DecodeAction, Offer, Tell
 from pdplane.messages import Ping, Preallocation, Registered, Registration, Window
 
+logger = logging.getLogger(__name__)
+
 MAX_ROOMS = 65536
 
-Probe: TypeAlias = Callable[[events.Channel, Endpoint], None]
-"""Ask the channel's rendezvous whether the rank is still at this address; must not block. See `probed`."""
+Probe: TypeAlias = Callable[["LegacyLine"], None]
+"""Ask the rendezvous whether the line's rank is still at its address; must not block. See `probed`."""
 
 
 @attrs.define
@@ -39,13 +43,52 @@ class _Asked:
     channels: dict[Rank, events.Channel] = attrs.field(factory=dict)
 
 
-def probed(channel: events.Channel, known: Endpoint, found: Endpoint | None) -> events.DecodeEvent | None:
-    """What the rendezvous' answer means; None when it gave none, and silence will say the rest."""
-    if found is None:
-        return None
-    if found != known:
+def probed(line: LegacyLine, found: Endpoint | None) -> events.DecodeEvent | None:
+    """What the rendezvous' answer means; None when it says nothing of a living rank, and silence will say the rest."""
+    channel = line.channel
+    if found is not None and found != line.endpoint:
         return events.ChannelBroken(channel, f"prefill rank {channel.prefill_rank} restarted and is at {found} now")
-    return events.NoticeFromPrefill(channel, Ping(Life("")))
+    return events.NoticeFromPrefill(channel, Ping(Life(""))) if found is not None and line.stands else None
+
+
+class LegacyLine:
+    """The PUSH to one prefill rank, and what its socket tells of the connection behind it."""
+
+    def __init__(self, channel: events.Channel, endpoint: Endpoint, context: Context) -> None:
+        self.channel, self.endpoint = channel, endpoint
+        self.stands = False  # the rank has accepted the connection, and has not left since
+        self.introduction: list[bytes] = []
+        self._left = False
+        self._push = context.socket(zmq.PUSH)
+        wanted = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self.socket: zmq.Socket[bytes] = self._push.get_monitor_socket(wanted)
+
+    def connect(self) -> None:
+        self._push.connect(self.endpoint.url("tcp"))
+
+    def receive(self) -> list[events.DecodeEvent]:
+        """One event of the socket. A rank that is there again may be another life: it is told our session again."""
+        event = int.from_bytes(self.socket.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
+        self.stands = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if not self.stands:
+            self._left = True
+            logger.warning("legacy prefill rank %d at %s closed its end", self.channel.prefill_rank, self.endpoint)
+        elif self._left and self.introduction:
+            self._left = not self.queue(self.introduction)
+        return []
+
+    def queue(self, frames: list[bytes]) -> bool:
+        """Queue one message; False when the queue is full."""
+        try:
+            self._push.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._push.disable_monitor()
+        self.socket.close()
+        self._push.close()
 
 
 class LegacyPrefills:
@@ -56,7 +99,8 @@ class LegacyPrefills:
         self._session = SessionId("")
         self._context: Context | None = None
         self._pull: zmq.Socket[bytes] | None = None
-        self._pushes: dict[events.Channel, tuple[Endpoint, zmq.Socket[bytes]]] = {}
+        self._reactor: Reactor[events.DecodeEvent, DecodeAction] | None = None
+        self._lines: dict[events.Channel, LegacyLine] = {}
         self._asked: Latest[Room, _Asked] = Latest(MAX_ROOMS)
 
     def bind(self, listen: Endpoint, session: SessionId) -> Endpoint:
@@ -66,6 +110,7 @@ class LegacyPrefills:
         return bind_socket(self._pull, listen, "legacy status port")
 
     def open(self, reactor: Reactor[events.DecodeEvent, DecodeAction]) -> None:
+        self._reactor = reactor
         reactor.watch(self)
 
     @property
@@ -95,46 +140,49 @@ class LegacyPrefills:
         """Begin to connect; the event says that it cannot be tried."""
         del session  # legacy ranks have one of their own
         assert self._context is not None, "bind first"
+        assert self._reactor is not None, "open first"
         try:
-            push = self._context.socket(zmq.PUSH)
-            self._pushes[channel] = endpoint, push
-            push.connect(endpoint.url("tcp"))
+            line = self._lines[channel] = LegacyLine(channel, endpoint, self._context)
+            self._reactor.watch(line)
+            line.connect()
         except zmq.ZMQError as error:
             self.disconnect(channel)
             return [events.ChannelBroken(channel, f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}")]
         return []
 
     def disconnect(self, channel: events.Channel) -> None:
-        if channel in self._pushes:
-            self._pushes.pop(channel)[1].close()
+        line = self._lines.pop(channel, None)
+        if line is not None and self._reactor is not None:
+            self._reactor.unwatch(line)
+            line.close()
 
     def send(self, action: Tell | Offer) -> list[events.DecodeEvent]:
         """Queue what this wire can say; gives what a native peer would have answered."""
-        channel = action.channel
-        if channel not in self._pushes:
+        channel, line = action.channel, self._lines.get(action.channel)
+        if line is None:
             self._rejected["undeliverable"] += 1
             return []
         if isinstance(action, Offer):
             manifest = wire.encode_manifest(action.manifest) if action.manifest is not None else b""
-            self._queue(channel, wire.encode_preallocation(Preallocation(action.room, self._session, manifest)))
+            self._queue(line, wire.encode_preallocation(Preallocation(action.room, self._session, manifest)))
             return []
         match action.message:
             case Registration() as registration:
-                ours = attrs.evolve(registration, session=self._session)
-                self._queue(channel, wire.encode_registration(ours))
+                line.introduction = wire.encode_registration(attrs.evolve(registration, session=self._session))
+                self._queue(line, line.introduction)
                 return [events.NoticeFromPrefill(channel, Registered(registration.session, channel.life))]
             case Window(room, generation):
                 self._remember(channel, room, generation)
             case Ping():
-                self._probe(channel, self._pushes[channel][0])
+                self._probe(line)
             case _:
                 pass  # a hello, a cancel: no words for them here
         return []
 
     def close(self) -> None:
-        for _, push in self._pushes.values():
-            push.close()
-        self._pushes.clear()
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
         if self._pull is not None:
             self._pull.close()
         if self._context is not None:
@@ -148,8 +196,6 @@ class LegacyPrefills:
             self._asked.put(room, asked)
         asked.channels[channel.prefill_rank] = channel
 
-    def _queue(self, channel: events.Channel, frames: list[bytes]) -> None:
-        try:
-            self._pushes[channel][1].send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
+    def _queue(self, line: LegacyLine, frames: list[bytes]) -> None:
+        if not line.queue(frames):
             self._rejected["undeliverable"] += 1  # the peer is silent and about to be lost

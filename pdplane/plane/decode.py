@@ -14,7 +14,7 @@ from pdplane import wire
 from pdplane.control.curve import Curve
 from pdplane.control.dealers import Dealers
 from pdplane.control.http_thread import HttpThread
-from pdplane.control.legacy_decode import LegacyPrefills, probed
+from pdplane.control.legacy_decode import LegacyLine, LegacyPrefills, probed
 from pdplane.control.lookup import LookUp, LookUpOptions, PrefillFound, PrefillNotFound
 from pdplane.control.reactor import Reactor
 from pdplane.errors import ConfigError, LocalProtocolError, ProtocolError, WireError
@@ -258,12 +258,12 @@ class DecodePlane:
         assert self._reactor is not None
         self._reactor.post(read_answer(number, found, self.config))
 
-    def _probe(self, channel: events.Channel, known: Endpoint) -> None:
-        reactor = self._reactor
+    def _probe(self, line: LegacyLine) -> None:
+        reactor, channel = self._reactor, line.channel
         assert reactor is not None
 
         def answered(found: Endpoint | None) -> None:
-            if event := probed(channel, known, found):
+            if event := probed(line, found):
                 reactor.post(event)
 
         self._look_up.check(channel.bootstrap, channel.dp_group, channel.prefill_rank, answered)

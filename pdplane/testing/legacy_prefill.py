@@ -101,6 +101,15 @@ class LegacyPrefill:
     def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
 
+    def restart(self) -> None:
+        """Die and come back at the same port, as another life that knows nobody."""
+        self._context.destroy(linger=0)
+        self._pushes.clear()
+        self.registrations.clear()
+        self._context = zmq.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.bind(f"tcp://{self.host}:{self.port}")
+
     def body(self) -> dict[str, Any]:
         """What the rank publishes of itself."""
         return {

@@ -42,6 +42,6 @@ def test_a_registration_with_one_bad_frame(index: int, frame: bytes) -> None:
 @given(message=MESSAGE)
 def test_a_decode_hears_anything(message: list[bytes]) -> None:
     rejected: Counter[str] = Counter()
-    channels = LegacyPrefills(rejected, lambda channel, endpoint: None)
+    channels = LegacyPrefills(rejected, lambda line: None)
     assert channels.read(message) == []
     assert rejected.total() == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import attrs
 import pytest
 
 from pdplane.control.legacy_decode import LegacyPrefills, probed
@@ -45,7 +46,7 @@ class Played:
 
     def __init__(self, expected: list[int]) -> None:
         self.rejected: Counter[str] = Counter()
-        self.channel = LegacyPrefills(self.rejected, lambda channel, endpoint: None)
+        self.channel = LegacyPrefills(self.rejected, lambda line: None)
         heads, self.ranks = (2, 4) if expected == [0, 2] else (4, max(expected) + 1)  # four ranks, two of them idle
         self.layout = two_group_layout(heads=heads, total_heads=heads)
         self.part = two_group_layout(heads=max(1, heads // self.ranks), total_heads=heads)
@@ -72,7 +73,7 @@ class Played:
     def _perform(self, action: DecodeAction) -> list[events.DecodeEvent]:
         match action:
             case Connect(channel, endpoint):
-                self.channel._pushes[channel] = endpoint, _Nowhere()
+                self.channel._lines[channel] = _Nowhere(channel, endpoint)
             case Tell():
                 return self.channel.send(action)
             case Deliver():
@@ -84,11 +85,17 @@ class Played:
         return []
 
 
+@attrs.define
 class _Nowhere:
-    """A socket that takes everything."""
+    """A line that takes everything."""
 
-    def send_multipart(self, *_: object) -> None:
-        return
+    channel: events.Channel
+    endpoint: Endpoint
+    introduction: list[bytes] = attrs.field(factory=list)
+    stands: bool = True
+
+    def queue(self, _frames: list[bytes]) -> bool:
+        return True
 
 
 @each("legacy/decode_status_sequences")
@@ -145,7 +152,9 @@ def test_golden_merges(case: Case) -> None:
 
 def test_the_rendezvous_answer_is_the_ping() -> None:
     channel, known = events.Channel(BOOTSTRAP, Rank(0), Life("")), Endpoint("10.0.0.1", 4000)
-    assert probed(channel, known, None) is None
-    assert probed(channel, known, known) == events.NoticeFromPrefill(channel, Ping(Life("")))
-    gone = probed(channel, known, Endpoint("10.0.0.1", 4001))
+    line = _Nowhere(channel, known)
+    assert probed(line, None) is None
+    assert probed(line, known) == events.NoticeFromPrefill(channel, Ping(Life("")))
+    assert probed(attrs.evolve(line, stands=False), known) is None
+    gone = probed(line, Endpoint("10.0.0.1", 4001))
     assert isinstance(gone, events.ChannelBroken)

@@ -222,3 +222,37 @@ def test_chunks_and_layers_arrive_in_any_pieces(start_decode: StartDecode, start
     room.wait(PATIENCE_S)
     sent = pages(prefill.layout, prefill.arena, blocks)
     assert (sent == pages(decode.plane.layout, decode.plane.arena, target)).all()
+
+
+def test_a_rank_that_died_behind_a_living_rendezvous_is_noticed(
+    start_decode: StartDecode, rendezvous: LegacyRendezvous
+) -> None:
+    """The legacy decode never noticed: its rendezvous answers on."""
+    decode = start_decode(ping_interval_s=0.1, waiting_timeout_s=60)
+    with LegacyPrefill(two_group_layout(num_lcm_blocks=16), rendezvous.endpoint) as prefill:
+        room, _ = ask(decode, prefill, 7)
+        prefill.wait(7)
+    assert "fell silent" in failure(room)
+
+
+def test_an_address_where_nobody_listens_is_noticed(start_decode: StartDecode, rendezvous: LegacyRendezvous) -> None:
+    decode = start_decode(ping_interval_s=0.1, waiting_timeout_s=60)
+    with LegacyPrefill(two_group_layout(num_lcm_blocks=16), rendezvous.endpoint) as prefill:
+        pass
+    room, _ = ask(decode, prefill, 7)
+    assert "fell silent" in failure(room)
+
+
+def test_a_rank_that_is_there_again_is_told_our_session_again(
+    start_decode: StartDecode, start_legacy: StartLegacy
+) -> None:
+    prefill, decode = start_legacy(), start_decode(ping_interval_s=5)
+    room, _ = ask(decode, prefill, 7)
+    prefill.serve(7, source(prefill))
+    room.wait(PATIENCE_S)
+    prefill.restart()
+    prefill.hear()
+    assert len(prefill.registrations) == 1
+    room, _ = ask(decode, prefill, 8)
+    prefill.serve(8, source(prefill))
+    assert room.wait(PATIENCE_S).first_token == 42
