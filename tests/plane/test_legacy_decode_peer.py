@@ -16,6 +16,7 @@ from pdplane.kv.pool import Pool
 from pdplane.testing.legacy_decode import Contact, LegacyDecode
 from tests.plane.conftest import StartDecode, StartPrefill
 from tests.plane.sides import Blocks, PrefillSide, meet, pages
+from tests.raw_peers import RawDealer
 from tests.samples import two_group_layout
 from tests.waiting import PATIENCE_S, until
 
@@ -171,3 +172,15 @@ def test_native_and_legacy_decodes_share_a_prefill(
     prefill.pool.release(serve(prefill, 1))
     assert legacy.wait(1, contact).token == 42
     assert meet(prefill, start_decode(), room=2).serve().first_token == 42
+
+
+def test_nobody_poses_as_a_legacy_peer_on_the_router(start_prefill: StartPrefill, start_legacy: StartLegacy) -> None:
+    prefill, decode = start_prefill(), start_legacy()
+    decode.meet(prefill.rendezvous, 1)
+    until(lambda: prefill.plane.statistics()["sessions"]["sessions"] == 1, "the registration")
+    assert prefill.plane.control is not None
+    name = f"legacy {decode.host} {decode.port} {decode.session}".encode()
+    with RawDealer(prefill.plane.control, identity=name) as impostor:
+        impostor.send(*decode.registration(base=b"\1" * 8))
+        until(lambda: prefill.plane.statistics()["rejected"].get("reserved_identity") == 1, "the count")
+    assert prefill.plane.statistics()["sessions"]["sessions"] == 1
