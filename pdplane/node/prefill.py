@@ -241,6 +241,8 @@ class PrefillNode:
         if plane is not None and plane.rendezvous is not None:
             found |= {"bootstrap_host": config.advertised, "bootstrap_port": plane.rendezvous.port}
             found |= {"control": str(plane.control), "life": plane.life}
+            if plane.legacy_control is not None:
+                found["legacy_control"] = str(plane.legacy_control)
         return found
 
     def statistics(self) -> dict[str, Any]:

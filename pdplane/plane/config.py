@@ -12,6 +12,7 @@ from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
 from pdplane.security import Secret
 from pdplane.transport.options import TransportOptions
+from pdplane.transport.registry import is_one_sided
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,11 @@ class DecodeConfig(PlaneConfig):
 
 
 def log_legacy(config: PlaneConfig, others: str) -> None:
-    """Say in the log what the operator may not expect of the legacy channel."""
+    """Say in the log what the operator may not expect of the legacy channel and of one-sided transports."""
+    if config.secret is not None and is_one_sided(config.transport):
+        logger.warning(
+            "transport %s asks nobody for the secret: whoever reaches its port may write here", config.transport
+        )
     if config.speaks_legacy and config.secret is not None:
         logger.warning(
             "legacy %s ranks are heard without any proof of the secret: whoever reaches this port may pose as one",
