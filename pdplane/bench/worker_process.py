@@ -1,0 +1,50 @@
+"""Workers as processes of their own for a benchmark: started, awaited, and ended with their standard input."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from pdplane.errors import ConfigError
+from pdplane.ids import Endpoint
+
+_END_S = 30.0
+
+
+@contextlib.contextmanager
+def worker_processes(*commands: Sequence[str]) -> Iterator[list[Endpoint]]:
+    """Run `pdplane COMMAND ...` for each and give where they listen. Raises ConfigError when one does not start."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "pdplane.cli.main", *command, "--exit-with-parent", "--log-level", "error"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for command in commands
+    ]  # fmt: skip
+    try:
+        yield [_listening(process) for process in processes]
+    finally:
+        for process in processes:
+            _end(process)
+
+
+def _listening(process: subprocess.Popen[str]) -> Endpoint:
+    line = process.stdout.readline() if process.stdout is not None else ""
+    if not line:
+        raise ConfigError("a worker did not start; its reason stands above")
+    return Endpoint.parse(str(json.loads(line)["listen"]))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
