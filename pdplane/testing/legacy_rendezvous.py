@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,7 +34,7 @@ class LegacyRendezvous:
         self._address = (host, port)
 
     def __enter__(self) -> Self:
-        self._server = ThreadingHTTPServer(self._address, partial(_Handler, self))
+        self._server = _Server(self._address, partial(_Handler, self))
         self.endpoint = Endpoint(self._address[0], self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name="legacy-rendezvous")
         self._thread.start()
@@ -64,6 +65,15 @@ class LegacyRendezvous:
         if engine_rank == dp_group == -1:
             return {"prefill_tp_size": self.world_size, "prefill_dp_size": self.dp_size, "cache_layout": self.layout}
         return self.ranks[dp_group, engine_rank]
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 512
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a client that left before its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]  # as the server gave it
 
 
 class _Handler(BaseHTTPRequestHandler):
