@@ -117,7 +117,17 @@ class CacheWorker:
                 return
             reply = self._answer(frame, (received - began) * 1000, received)
             self._count(commands=1, bytes_in=frame.nbytes)
-            self._count(bytes_out=send_frame(line, reply.header, reply.payload))
+            if not self._send(line, reply):
+                return
+
+    def _send(self, line: Line, reply: Reply) -> bool:
+        try:
+            sent = send_frame(line, reply.header, reply.payload)
+        except (ValueError, RecursionError):  # a command of 1e999 or of deep lists is read, but cannot be echoed
+            self._count(malformed_frames=1)
+            return False
+        self._count(bytes_out=sent)
+        return True
 
     def _answer(self, frame: Frame, recv_ms: float, received: float) -> Reply:
         head: dict[str, Json] = {

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import re
 import struct
 from collections.abc import Mapping
@@ -70,7 +71,7 @@ class Token:
         """
         try:
             with Path(path).open("rb") as file:
-                mode = Path(path).stat().st_mode
+                mode = os.fstat(file.fileno()).st_mode
                 content = file.read(MAX_TOKEN_BYTES + 256)
         except OSError as error:
             raise ConfigError(f"cannot read the token file {path}: {error.strerror}") from error

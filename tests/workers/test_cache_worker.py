@@ -192,6 +192,30 @@ def test_a_failure_is_told_without_file_names() -> None:
         worker.close()
 
 
+@pytest.mark.parametrize("command", ["1e999", "[" * 900 + "]" * 900])
+def test_a_command_that_cannot_be_echoed_ends_its_connection_only(worker: CacheWorker, command: str) -> None:
+    text = f'{{"cmd":{command}}}'.encode()
+    with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as raw:
+        raw.sendall(b"WP30" + struct.pack(">II", len(text), 0) + text)
+        with contextlib.suppress(ConnectionResetError):
+            assert raw.recv(4) in (b"", b"WP30")
+    assert recorded_client(worker, {"cmd": "ping"})[0]["cmd"] == "ping"
+
+
+def test_an_ipv6_address_is_listened_at() -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6 loopback")
+    worker = CacheWorker(Endpoint.parse("[::1]:0"), StubReceiver())
+    worker.start()
+    with Wp30Client(worker.endpoint) as client:
+        assert client.ping().header["cmd"] == "ping"
+        assert client.shutdown().header == {"ok": True}
+    worker.close()
+
+
 def test_too_many_connections_are_closed_at_once() -> None:
     worker = CacheWorker(Endpoint("127.0.0.1", 0), StubReceiver(), CacheWorkerOptions(max_connections=1))
     worker.start()
