@@ -36,6 +36,7 @@ PROMPT = "In two short sentences: what is the capital of France, and which river
 _STEP_SIZE = 2048
 _READY_S = 300.0  # a daemon that loads a large model from a slow disk
 _ANSWER_S = 3600.0
+_ROUTE = "/route?engine_rank=-1&target_dp_group=-1"
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -52,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Demonstration:
     """What came of it. `identical` is whether ids and logprobs are those of one mlx-lm process, to the last bit.
 
-    `gib_per_s` is over the time from the end of the compute to the acknowledgement of the last byte.
+    `bytes_pushed` were acknowledged by decode; `gib_per_s` is over the time in which some push was under way, from
+    its submission to its acknowledgement.
     """
 
     model: str
@@ -108,7 +110,9 @@ class _Demo:
         self._notes.print("\ncomparing with one mlx-lm process")
         yardstick.nudge()
         expected = _heard(yardstick)
-        return self._sum_up(answer, expected, _blocks(Endpoint.parse(ready["prefill"]["bootstrap"]), len(tokens)))
+        layout = decode_layout(_get(ready["prefill"]["bootstrap"], _ROUTE)["cache_layout"].encode())
+        blocks = sum(blocks_needed(layout, len(tokens)).values())
+        return self._sum_up(answer, expected, blocks, _get(ready["prefill"]["http"], "/statistics")["data"]["totals"])
 
     def _get_model(self) -> tuple[Child, list[int]]:
         """The yardstick with the model loaded, and the prompt's tokens; the fallback where the real one is not had."""
@@ -154,24 +158,25 @@ class _Demo:
         finally:
             printer.end()
 
-    def _sum_up(self, answer: Mapping[str, Any], expected: Mapping[str, Any], blocks: int) -> Demonstration:
+    def _sum_up(
+        self, answer: Mapping[str, Any], expected: Mapping[str, Any], blocks: int, traffic: Mapping[str, float]
+    ) -> Demonstration:
         ids, meta = answer["output_ids"], answer["meta_info"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
         ours = list(zip(ids, logprobs, strict=True))
         theirs = list(zip(expected["ids"], expected["logprobs"], strict=True))
         differs_at = next((at for at, (one, other) in enumerate(zip_longest(ours, theirs)) if one != other), None)
-        decode, prefill = meta["pdplane"], answer["prefill"]["pdplane"]
-        nbytes = round(prefill["transfer_mb"] * 1e6)
+        timings = meta["pdplane"]
         return Demonstration(
             model=self._model,
             fallback=self._fallback,
             prompt_tokens=meta["prompt_tokens"],
             completion_tokens=len(ids),
             blocks=blocks,
-            bytes_pushed=nbytes,
-            gib_per_s=nbytes / 2**30 / max(prefill["transfer_ms"] / 1e3, 1e-9),
-            time_to_first_token_s=decode["first_token_ms"] / 1e3,
-            decode_tokens_per_s=(len(ids) - 1) / (decode["decode_ms"] / 1e3) if len(ids) > 1 else None,
+            bytes_pushed=int(traffic["pushed_bytes"]),
+            gib_per_s=traffic["pushed_bytes"] / 2**30 / max(traffic["push_seconds"], 1e-9),
+            time_to_first_token_s=timings["first_token_ms"] / 1e3,
+            decode_tokens_per_s=(len(ids) - 1) / (timings["decode_ms"] / 1e3) if len(ids) > 1 else None,
             identical=differs_at is None,
             differs_at=differs_at,
             text=answer["text"],
@@ -185,12 +190,12 @@ def _heard(yardstick: Child) -> dict[str, Any]:
     return said
 
 
-def _blocks(rendezvous: Endpoint, prompt_len: int) -> int:
-    """How many blocks the prompt's cache takes in the layout that prefill publishes."""
-    with closing(http.client.HTTPConnection(rendezvous.host, rendezvous.port, timeout=10)) as connection:
-        connection.request("GET", "/route?engine_rank=-1&target_dp_group=-1")
-        layout = decode_layout(json.load(connection.getresponse())["cache_layout"].encode())
-    return sum(blocks_needed(layout, prompt_len).values())
+def _get(address: str, path: str) -> dict[str, Any]:
+    endpoint = Endpoint.parse(address)
+    with closing(http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=10)) as connection:
+        connection.request("GET", path)
+        answer: dict[str, Any] = json.load(connection.getresponse())
+        return answer
 
 
 def _table(shown: Demonstration) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,22 @@ class _Connection:
     way: str = ""
     over: bool = False
     retired: bool = False  # we gave it up: that it ends is no news
+    began: dict[pushes.Key, float] = attrs.field(factory=dict)  # when each push under way was submitted
+    ended: float = 0.0  # the last one
+
+
+@attrs.define
+class _Traffic:
+    """What was acknowledged, and for how long a connection had something under way, summed over the connections."""
+
+    pushed_bytes: int = 0
+    push_seconds: float = 0.0
+
+    def add(self, connection: _Connection, key: pushes.Key, nbytes: int, now: float) -> None:
+        began = connection.began.pop(key, now)
+        self.pushed_bytes += nbytes
+        self.push_seconds += now - max(began, connection.ended)  # time that two pushes share counts once
+        connection.ended = now
 
 
 class Senders:
@@ -42,17 +59,18 @@ class Senders:
         self._connections: dict[tuple[SessionId, Life], _Connection] = {}
         self._lock = threading.Lock()
         self._totals: Counter[str] = Counter()
+        self._traffic = _Traffic()
         self._ending: list[Sender] = []  # told to stop; a slow name look-up may keep a thread for a while
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def counts(self) -> dict[str, Any]:
-        """Open connections by what carries their bytes, and the cuts since the start whose pushes were sent again."""
+        """Open connections by what carries their bytes, cuts whose pushes were sent again, and the traffic so far."""
         ways = Counter(connection.way for connection in list(self._connections.values()) if not connection.over)
         with self._lock:
-            totals = dict(self._totals)
-        return {"ways": {way: ways[way] for way in sorted(ways) if way}, "resumed": totals.get("resumed", 0)}
+            resumed, totals = self._totals["resumed"], attrs.asdict(self._traffic)
+        return {"ways": {way: ways[way] for way in sorted(ways) if way}, "resumed": resumed, "totals": totals}
 
     def check(self) -> None:
         """Raise ConfigError when a transport cannot work here, rather than at the first session."""
@@ -75,7 +93,9 @@ class Senders:
             connection = self._connections.get((push.session, push.life))
             if connection is None or connection.over:
                 connection = self._connect(push.session, push.life, push.arena_base, expected=push.life or None)
-            connection.sender.submit(pushes.Push(push.room, push.generation, push.push, push.copies))
+            work = pushes.Push(push.room, push.generation, push.push, push.copies)
+            connection.began[work.key] = time.monotonic()
+            connection.sender.submit(work)
         except (ConfigError, LocalProtocolError) as wrong:
             return [events.PushEnded(push.session, push.room, push.generation, push.push, str(wrong))]
         return []
@@ -137,9 +157,12 @@ class Senders:
                 connection.way = way
                 logger.info("data connection to %s over %s", session, way)
                 self._post(events.DataConnected(session, life, decode_life if believed is None else believed))
-            case reports.Pushed(session, room, generation, push, _):
+            case reports.Pushed(session, room, generation, push, nbytes):
+                with self._lock:
+                    self._traffic.add(connection, (room, generation, push), nbytes, time.monotonic())
                 self._post(events.PushEnded(session, room, generation, push, None))
             case reports.PushFailed(session, room, generation, push, cause):
+                connection.began.pop((room, generation, push), None)
                 self._post(events.PushEnded(session, room, generation, push, cause))
             case reports.ConnectFailed(session, cause) | reports.Disconnected(session, cause):
                 connection.over = True
