@@ -8,7 +8,6 @@ import pty
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,12 +97,21 @@ def test_a_difference_fails_it() -> None:
 
 
 @contextmanager
-def streaming() -> Iterator[tuple[subprocess.Popen[bytes], int, set[int]]]:
-    """A demo in mid-stream: the process, the terminal's end that we read, and its three children."""
+def streaming(scratch: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, set[int]]]:
+    """A demo in mid-stream: the process, the terminal's end that we read, and its three children.
+
+    Temporary files go to `scratch`, where in the end nothing is but MLX's own cache of compiled kernels.
+    """
     ours, theirs = pty.openpty()
-    scratch, shared = set(os.listdir(tempfile.gettempdir())), shared_memory()
+    shared = shared_memory()
     process = subprocess.Popen(
-        command(*LONG), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=_own_terminal
+        command(*LONG),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        start_new_session=True,
+        preexec_fn=_own_terminal,
     )
     os.close(theirs)
     try:
@@ -115,9 +123,8 @@ def streaming() -> Iterator[tuple[subprocess.Popen[bytes], int, set[int]]]:
             process.kill()
         process.wait()
         os.close(ours)
-    new = set(os.listdir(tempfile.gettempdir())) - scratch
-    assert not [name for name in new if name.startswith(("pdplane", "tmp"))]
-    assert shared_memory() <= shared
+    assert {path.name for path in scratch.iterdir()} <= {"mlx"}
+    assert not [name for name in shared_memory() - shared if "pdplane" in name]
 
 
 def _own_terminal() -> None:
@@ -148,8 +155,8 @@ def _drain(terminal: int) -> bytes:
             return said
 
 
-def test_ctrl_c_in_mid_stream_leaves_nothing() -> None:
-    with streaming() as (process, terminal, _children):
+def test_ctrl_c_in_mid_stream_leaves_nothing(tmp_path: Path) -> None:
+    with streaming(tmp_path) as (process, terminal, _children):
         os.write(terminal, b"\x03")
         said = _drain(terminal)
         assert process.wait() == 130
@@ -158,8 +165,8 @@ def test_ctrl_c_in_mid_stream_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_to_the_parent_alone_leaves_nothing(number: signal.Signals, code: int) -> None:
-    with streaming() as (process, terminal, _children):
+def test_a_signal_to_the_parent_alone_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    with streaming(tmp_path) as (process, terminal, _children):
         process.send_signal(number)
         said = _drain(terminal)
         assert process.wait() == code
@@ -167,14 +174,14 @@ def test_a_signal_to_the_parent_alone_leaves_nothing(number: signal.Signals, cod
     assert b"comparing" not in said, "the stream was over before the signal"
 
 
-def test_kill_9_of_the_parent_ends_its_children() -> None:
-    with streaming() as (process, _terminal, _children):
+def test_kill_9_of_the_parent_ends_its_children(tmp_path: Path) -> None:
+    with streaming(tmp_path) as (process, _terminal, _children):
         process.kill()
         assert process.wait() == -signal.SIGKILL
 
 
-def test_a_daemon_that_dies_ends_the_demo() -> None:
-    with streaming() as (process, terminal, children):
+def test_a_daemon_that_dies_ends_the_demo(tmp_path: Path) -> None:
+    with streaming(tmp_path) as (process, terminal, children):
         decode = next(pid for pid in children if b"\0decode\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
         os.kill(decode, signal.SIGKILL)
         said = _drain(terminal)
