@@ -40,6 +40,7 @@ class HttpThread:
         self._closed = False
         # Owned by the loop's thread:
         self._runners: list[web.AppRunner] = []
+        self._listeners: list[socket.socket] = []
         self._session: aiohttp.ClientSession | None = None
 
     def start(self) -> None:
@@ -101,17 +102,22 @@ class HttpThread:
         await runner.setup()
         await web.SockSite(runner, listener, backlog=_BACKLOG).start()
         self._runners.append(runner)
+        self._listeners.append(listener)
         bound = listener.getsockname()
         return Endpoint(bound[0], bound[1])
 
     async def _shut_down(self) -> None:
         runners, self._runners = self._runners, []
+        # Accept no more, and let asyncio finish with what it has accepted just now: closing the server in between
+        # makes it drop such a connection's socket unclosed.
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+        await _let_the_loop_turn()
         await asyncio.gather(*(runner.cleanup() for runner in runners))
         await _end_tasks()  # before the session: a request that is cancelled gives its connection back
         if self._session is not None:
             await self._session.close()
-        for _round in range(3):  # closed transports let go of their sockets in the loop's next rounds
-            await asyncio.sleep(0)
+        await _let_the_loop_turn()  # closed transports let go of their sockets in its next rounds
 
 
 def _run(loop: asyncio.AbstractEventLoop, name: str) -> None:
@@ -126,6 +132,11 @@ def _run(loop: asyncio.AbstractEventLoop, name: str) -> None:
         executor.shutdown(wait=False, cancel_futures=True)
         asyncio.set_event_loop(None)
         loop.close()
+
+
+async def _let_the_loop_turn() -> None:
+    for _round in range(3):
+        await asyncio.sleep(0)
 
 
 async def _end_tasks() -> None:
