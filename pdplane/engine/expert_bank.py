@@ -12,15 +12,12 @@ from collections.abc import Iterator, Sequence
 import attrs
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from pdplane.engine.expert_store import ExpertLayer, ExpertStore
 from pdplane.engine.saved_caches import DTYPES
-from pdplane.engine.switch import PackedMatrix, gather_matmul, gather_quantised_matmul, swiglu
+from pdplane.engine.switch import ExpertCall, Indices, PackedMatrix, gather_matmul, gather_quantised_matmul, swiglu
 from pdplane.engine.views import Numbers, bits_of, carrier
 from pdplane.errors import ConfigError
-
-Indices = npt.NDArray[np.int64]
 
 
 @attrs.frozen(eq=False)
@@ -52,34 +49,35 @@ class ExpertBank:
         """Read experts, up to the capacity, into slots; gives those that had to leave. Raises OSError."""
         return self._layer(layer).ensure(list(dict.fromkeys(experts)), self.store)
 
-    def run(
-        self, layer: int, rows: Numbers, dtype: str, row_of: Indices, expert_of: Indices, *, convert: bool = False
-    ) -> Executed:
-        """Run pair n on row `row_of[n]` with expert `expert_of[n]`.
+    def run(self, call: ExpertCall, *, convert: bool = False) -> Executed:
+        """Run a call's pairs.
 
-        `rows` are bits of `dtype`, shape (count, width). With `convert` they are computed in the weights' dtype and
-        the results are `dtype` again; without it mlx's own rule of mixed dtypes holds, as in a local model. More
-        distinct experts than slots are run in groups. Raises OSError when a weight cannot be read.
+        With `convert` rows are computed in the weights' dtype and the results are the rows' dtype again; without it
+        mlx's own rule of mixed dtypes holds, as in a local model. More distinct experts than slots are run one set
+        after the other. Raises OSError when a weight cannot be read.
         """
-        slots = self._layer(layer)
-        inputs = mx.array(rows).view(DTYPES[dtype])
+        slots = self._layer(call.layer)
+        inputs = mx.array(call.rows).view(DTYPES[call.dtype])
         if convert:
             inputs = inputs.astype(slots.dtype)
         places: list[Indices] = []
         parts: list[mx.array] = []
         evicted: list[int] = []
-        for group in _groups(expert_of, slots.capacity):
-            evicted += slots.ensure(group, self.store)
-            chosen = np.flatnonzero(np.isin(expert_of, group))
-            slot_of = np.array([slots.experts[int(expert)] for expert in expert_of[chosen]], np.uint32)
-            result = slots.compute(inputs, row_of[chosen], slot_of)
-            mx.eval(result)  # before the next group takes the slots
+        for experts in _sets(call.expert_of, slots.capacity):
+            evicted += slots.ensure(experts, self.store)
+            chosen = np.flatnonzero(np.isin(call.expert_of, experts))
+            slot_of = np.array([slots.experts[int(expert)] for expert in call.expert_of[chosen]], np.int64)
+            if call.grouped:
+                ascending = np.argsort(slot_of, kind="stable")
+                chosen, slot_of = chosen[ascending], slot_of[ascending]
+            result = slots.compute(inputs, call.row_of[chosen], slot_of, grouped=call.grouped)
+            mx.eval(result)  # before the next experts take the slots
             places.append(chosen)
             parts.append(result)
         if not parts:
-            return Executed(np.empty((0, slots.layer.width), carrier(DTYPES[dtype])), dtype, ())
-        kind = DTYPES[dtype] if convert else parts[0].dtype
-        out = np.empty((len(expert_of), slots.layer.width), carrier(kind))
+            return Executed(np.empty((0, slots.layer.width), carrier(DTYPES[call.dtype])), call.dtype, ())
+        kind = DTYPES[call.dtype] if convert else parts[0].dtype
+        out = np.empty((len(call.expert_of), slots.layer.width), carrier(kind))
         for chosen, result in zip(places, parts, strict=True):
             out[chosen] = bits_of(mx.contiguous(result.astype(kind)))
         return Executed(out, str(kind).removeprefix("mlx.core."), tuple(evicted))
@@ -126,21 +124,29 @@ class _Slots:
             self.experts[expert] = slot
         return tuple(evicted)
 
-    def compute(self, inputs: mx.array, row_of: Indices, slot_of: npt.NDArray[np.uint32]) -> mx.array:
-        """Gate, up, down for each pair: shape (pairs, width)."""
-        x = mx.expand_dims(inputs[mx.array(row_of.astype(np.uint32))], (-2, -3))
-        slots = mx.array(slot_of).reshape(-1, 1)
-        hidden = swiglu(self._project("gate_proj", x, slots), self._project("up_proj", x, slots))
-        return self._project("down_proj", hidden, slots).squeeze((-3, -2))
+    def compute(self, inputs: mx.array, row_of: Indices, slot_of: Indices, *, grouped: bool) -> mx.array:
+        """Gate, up, down for each pair: shape (pairs, width).
 
-    def _project(self, name: str, x: mx.array, slots: mx.array) -> mx.array:
+        Axes are added where mlx-lm adds them in each of its two ways, before or after rows are gathered: strides, too,
+        decide which BLAS kernel runs, and with it the last bits.
+        """
+        rows, slots = mx.array(row_of.astype(np.uint32)), mx.array(slot_of.astype(np.uint32))
+        if grouped:
+            x = mx.expand_dims(inputs, -2)[rows]
+        else:
+            x, slots = mx.expand_dims(inputs[rows], (-2, -3)), slots.reshape(-1, 1)
+        gate = self._project("gate_proj", x, slots, grouped=grouped)
+        hidden = swiglu(gate, self._project("up_proj", x, slots, grouped=grouped))
+        return self._project("down_proj", hidden, slots, grouped=grouped).reshape(len(row_of), -1)
+
+    def _project(self, name: str, x: mx.array, slots: mx.array, *, grouped: bool) -> mx.array:
         weight = self._part(f"{name}.weight")
         packed = self.layer.quantization
         if packed is None:
-            return gather_matmul(x, weight.swapaxes(-1, -2), slots)
+            return gather_matmul(x, weight.swapaxes(-1, -2), slots, grouped=grouped)
         biases = self._part(f"{name}.biases") if f"{name}.biases" in self._bits else None
         matrix = PackedMatrix(weight, self._part(f"{name}.scales"), biases)
-        return gather_quantised_matmul(x, matrix, slots, packed)
+        return gather_quantised_matmul(x, matrix, slots, packed, grouped=grouped)
 
     def _part(self, name: str) -> mx.array:
         return self._bits[name].view(DTYPES[self.layer.parts[name].dtype])
@@ -156,7 +162,7 @@ def _carrier(dtype: str) -> mx.Dtype:
     return {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[DTYPES[dtype].size]
 
 
-def _groups(expert_of: Indices, capacity: int) -> Iterator[list[int]]:
+def _sets(expert_of: Indices, capacity: int) -> Iterator[list[int]]:
     experts = list(dict.fromkeys(expert_of.tolist()))
     for start in range(0, len(experts), capacity):
         yield experts[start : start + capacity]

@@ -13,6 +13,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn
 import numpy as np
+import numpy.typing as npt
 from mlx_lm.models.activations import swiglu as _swiglu
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
@@ -23,7 +24,10 @@ from pdplane.errors import ConfigError
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 _SWITCH = "switch_mlp"
+_GROUP_FROM = 64  # pairs from which on mlx-lm sorts them by expert
 _LINEAR = ("gate_proj", "up_proj", "down_proj")
+
+Indices = npt.NDArray[np.int64]
 
 _mx: Any = mx
 _nn: Any = mlx.nn
@@ -48,13 +52,30 @@ class PackedMatrix:
     biases: mx.array | None
 
 
+@attrs.frozen(eq=False)
+class ExpertCall:
+    """One layer's work: pair n is row `row_of[n]` with expert `expert_of[n]`.
+
+    `rows` are bits of `dtype`, shape (count, width). `grouped` pairs stand in the order of their experts, and mlx-lm
+    multiplies all rows of an expert at once: then an expert's pairs belong together, since another number of rows may
+    give other last bits.
+    """
+
+    layer: int
+    rows: Numbers
+    dtype: str
+    row_of: Indices
+    expert_of: Indices
+    grouped: bool = False
+
+
 class ExpertRunner(Protocol):
     """Runs experts somewhere; called on the MLX thread."""
 
-    def run(self, layer: int, rows: Numbers, dtype: str, experts: Numbers) -> tuple[Numbers, str]:
-        """Rows, as bits of `dtype`, shape (R, width), through the experts of each, shape (R, k).
+    def run(self, call: ExpertCall) -> tuple[Numbers, str]:
+        """Results in pair order, bits of shape (pairs, width), and their dtype.
 
-        Gives bits of shape (R, k, width) and their dtype. An exception fails the forward step.
+        An exception fails the forward step.
         """
 
 
@@ -67,11 +88,17 @@ class RemoteSwitch(_nn.Module):  # type: ignore[misc]  # mlx's Module has no typ
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         width, chosen = x.shape[-1], indices.shape[-1]
-        rows = bits_of(mx.contiguous(x.reshape(-1, width)))
-        experts = np.array(indices.reshape(-1, chosen), copy=True)
+        flat = indices.reshape(-1)
+        grouped = flat.size >= _GROUP_FROM
+        # mlx's own sort: rows of one expert must stand in the order in which mlx-lm would multiply them.
+        order = np.array(mx.argsort(flat)).astype(np.int64) if grouped else np.arange(flat.size)
+        experts = np.array(flat, copy=True).astype(np.int64)[order]
         dtype = str(x.dtype).removeprefix("mlx.core.")
-        found, kind = self._runner.run(self._layer, rows, dtype, experts)
-        return mx.array(found).view(DTYPES[kind]).reshape(*indices.shape, width)
+        rows = bits_of(mx.contiguous(x.reshape(-1, width)))
+        found, kind = self._runner.run(ExpertCall(self._layer, rows, dtype, order // chosen, experts, grouped))
+        results = np.empty_like(found)
+        results[order] = found
+        return mx.array(results).view(DTYPES[kind]).reshape(*indices.shape, width)
 
 
 def switch_modules(network: Network) -> Iterator[tuple[int, Network, Network]]:
@@ -103,17 +130,19 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return found
 
 
-def gather_matmul(x: mx.array, weight: mx.array, which: mx.array) -> mx.array:
-    """Each x times the matrix that `which` names."""
-    found: mx.array = _mx.gather_mm(x, weight, rhs_indices=which)
+def gather_matmul(x: mx.array, weight: mx.array, which: mx.array, *, grouped: bool) -> mx.array:
+    """Each x times the matrix that `which` names; `grouped` promises that `which` ascends."""
+    found: mx.array = _mx.gather_mm(x, weight, rhs_indices=which, sorted_indices=grouped)
     return found
 
 
-def gather_quantised_matmul(x: mx.array, matrix: PackedMatrix, which: mx.array, form: Quantization) -> mx.array:
-    """Each x times the packed matrix that `which` names."""
+def gather_quantised_matmul(
+    x: mx.array, matrix: PackedMatrix, which: mx.array, form: Quantization, *, grouped: bool
+) -> mx.array:
+    """Each x times the packed matrix that `which` names; `grouped` promises that `which` ascends."""
     found: mx.array = _mx.gather_qmm(
         x, matrix.weight, matrix.scales, matrix.biases, rhs_indices=which, transpose=True,
-        group_size=form.group_size, bits=form.bits, mode=form.mode,
+        group_size=form.group_size, bits=form.bits, mode=form.mode, sorted_indices=grouped,
     )  # fmt: skip
     return found
 

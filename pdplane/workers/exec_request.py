@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdplane.engine.expert_store import ExpertLayer, ExpertStore
+from pdplane.engine.switch import ExpertCall
 from pdplane.errors import WireError
 from pdplane.wire.json_value import Value
 from pdplane.workers.tx1 import Message
@@ -30,13 +31,9 @@ _MAX_ROWS = 1 << 24
 
 @attrs.frozen(eq=False)
 class ExecRequest:
-    """Rows of one layer and the (row, expert) pairs to run; `convert` for peers that name no dtype."""
+    """What to run; `convert` for peers that name no dtype."""
 
-    layer: int
-    rows: npt.NDArray[np.unsignedinteger]
-    row_of: npt.NDArray[np.int64]
-    expert_of: npt.NDArray[np.int64]
-    dtype: str
+    call: ExpertCall
     convert: bool
 
 
@@ -66,8 +63,11 @@ def read_exec(message: Message, store: ExpertStore, agreed: str | None, max_repl
     if len(pairs) * layer.width * bits.itemsize > max_reply_bytes:
         raise WireError("pairs", f"the results of {len(pairs)} pairs do not fit in {max_reply_bytes} bytes")
     data = np.frombuffer(message.payload, bits) if rows else np.empty(0, bits)
-    data = data.reshape(rows, layer.width)
-    return ExecRequest(layer.layer, data, pairs[:, 0], pairs[:, 1], dtype, named is None)
+    found = ExpertCall(
+        layer.layer, data.reshape(rows, layer.width), DTYPES[dtype][0], pairs[:, 0], pairs[:, 1],
+        grouped=_is_grouped(message.header.optional("grouped"), pairs[:, 1]),
+    )  # fmt: skip
+    return ExecRequest(found, named is None)
 
 
 def read_assignments(message: Message, store: ExpertStore, capacity: int) -> tuple[dict[int, list[int]], int]:
@@ -85,6 +85,16 @@ def read_assignments(message: Message, store: ExpertStore, capacity: int) -> tup
         if len(found[layer.layer]) > capacity:
             assignments.member(text).refuse(f"names more experts than the {capacity} slots of a layer")
     return found, listed
+
+
+def _is_grouped(value: Value | None, expert_of: npt.NDArray[np.int64]) -> bool:
+    if value is None:
+        return False
+    if type(value.json) is not bool:
+        value.refuse("must be true or false")
+    if value.json and np.any(np.diff(expert_of) < 0):
+        value.refuse("is true, but the pairs do not stand in the order of their experts")
+    return bool(value.json)
 
 
 def _layer(value: Value, store: ExpertStore) -> ExpertLayer:

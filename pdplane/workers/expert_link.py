@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
+from pdplane.engine.switch import ExpertCall
 from pdplane.errors import SessionLost, WireError
 from pdplane.ids import Endpoint
 from pdplane.workers.activations import Bits, from_half, to_half
@@ -41,17 +41,6 @@ class LinkOptions:
     reply_s: float = 30.0
     load_s: float = 120.0
     limits: FrameLimits = attrs.field(factory=FrameLimits)
-
-
-@attrs.frozen(eq=False)
-class Part:
-    """Some of a call's pairs for one worker: only the rows that they need, as bits of `dtype`."""
-
-    layer: int
-    rows: Bits
-    dtype: str
-    row_of: npt.NDArray[np.int64]
-    expert_of: npt.NDArray[np.int64]
 
 
 @attrs.define
@@ -120,7 +109,7 @@ class ExpertLink:
         with self._failures():
             self._receive("load_reply", self._options.load_s)
 
-    def send_exec(self, part: Part) -> None:
+    def send_exec(self, part: ExpertCall) -> None:
         """Send a part's rows and pairs."""
         pairs = np.stack((part.row_of, part.expert_of), axis=1).tolist()
         header: dict[str, object] = {
@@ -131,13 +120,13 @@ class ExpertLink:
         }
         rows = to_half(part.rows, part.dtype) if self._half else part.rows
         if not self._half:
-            header["dtype"] = WIRE_NAMES[part.dtype]
+            header |= {"dtype": WIRE_NAMES[part.dtype], "grouped": part.grouped}
         with self._failures():
             self._send("exec", header, np.ascontiguousarray(rows).data)
         self.traffic.execs += 1
         self.traffic.pairs += len(pairs)
 
-    def receive_exec(self, part: Part) -> tuple[Bits, str]:
+    def receive_exec(self, part: ExpertCall) -> tuple[Bits, str]:
         """The part's results in pair order, shape (pairs, width), and their dtype."""
         with self._failures():
             message = self._receive("exec_reply", self._options.reply_s)
@@ -153,7 +142,7 @@ class ExpertLink:
         found = np.frombuffer(message.payload, bits).reshape(-1, width)
         return (from_half(found, part.dtype), part.dtype) if self._half else (found, dtype)
 
-    def _result_dtype(self, message: Message, part: Part) -> str:
+    def _result_dtype(self, message: Message, part: ExpertCall) -> str:
         if self._half:
             return "float16"
         named = message.header.optional("dtype")

@@ -271,17 +271,13 @@ class Session:
     def _exec(self, message: Message) -> Answer:
         bank = self._worker.bank
         request = read_exec(message, self._store, self._dtype, self._max_reply_bytes)
-        dtype = DTYPES[request.dtype][0]
+        call = request.call
         began = time.perf_counter()
-        done = self._on_thread(
-            lambda: bank.run(
-                request.layer, request.rows, dtype, request.row_of, request.expert_of, convert=request.convert
-            )
-        )
+        done = self._on_thread(lambda: bank.run(call, convert=request.convert))
         spent = (time.perf_counter() - began) * 1000
         total = self._worker.add_exec_ms(spent)
-        self._worker.count(execs=1, pairs=len(request.row_of), evicted=len(done.evicted))
-        header: Header = {"layer": request.layer, "n": len(request.row_of), "exec_ms": total, "ms": spent}
+        self._worker.count(execs=1, pairs=len(call.row_of), evicted=len(done.evicted))
+        header: Header = {"layer": call.layer, "n": len(call.row_of), "exec_ms": total, "ms": spent}
         if done.evicted:
             header["evicted"] = list(done.evicted)
         if not request.convert:

@@ -16,19 +16,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from pdplane.engine.expert_bank import ExpertBank
 from pdplane.engine.expert_store import ExpertStore, store_of
 from pdplane.engine.model import Model
-from pdplane.engine.switch import replace_switches
+from pdplane.engine.switch import ExpertCall, Indices, replace_switches
 from pdplane.errors import ConfigError, InternalError, SessionLost
 from pdplane.ids import Endpoint
 from pdplane.workers.activations import Bits
-from pdplane.workers.expert_link import ExpertLink, LinkOptions, ModelFacts, Part, Traffic
+from pdplane.workers.expert_link import ExpertLink, LinkOptions, ModelFacts, Traffic
 from pdplane.workers.tx1 import Token
-
-Indices = npt.NDArray[np.int64]
 
 _log = logging.getLogger(__name__)
 
@@ -124,65 +121,72 @@ class RemoteExperts:
         traffic = {str(home.link.worker): attrs.evolve(home.link.traffic) for home in self._homes}
         return RemoteStatistics(self._calls, self._pairs, self._local_pairs, self._lost, live, traffic)
 
-    def run(self, layer: int, rows: Bits, dtype: str, experts: Bits) -> tuple[Bits, str]:
-        """Rows through their experts: `(R, width)` and `(R, k)` give `(R, k, width)`.
+    def run(self, call: ExpertCall) -> tuple[Bits, str]:
+        """Results in pair order and their dtype.
 
         Raises SessionLost when no worker is left and nothing may run locally.
         """
         with self._lock:
-            return self._run(layer, rows, dtype, experts)
+            return self._run(call)
 
-    def _run(self, layer: int, rows: Bits, dtype: str, experts: Bits) -> tuple[Bits, str]:
+    def _run(self, call: ExpertCall) -> tuple[Bits, str]:
         if self._closed:
             raise SessionLost(", ".join(map(str, self._endpoints)), "the coordinator was closed")
-        count, chosen = experts.shape
         self._calls += 1
-        self._pairs += experts.size
-        call = _Call(layer, rows, dtype, np.repeat(np.arange(count), chosen), experts.reshape(-1).astype(np.int64))
+        self._pairs += len(call.row_of)
         self._try_lost_again()
-        pending: Indices = np.arange(experts.size)
+        results = _Results(call)
+        pending: Indices = np.arange(len(call.row_of))
         while len(pending):
-            homes = self._homes_of(layer)
+            homes = self._homes_of(call.layer)
             if homes is None:
-                self._run_here(call, pending)
+                self._run_here(results, pending)
                 break
-            pending = self._round(call, pending, homes[call.expert_of[pending]])
-        return call.results().reshape(count, chosen, rows.shape[1]), call.result_dtype
+            pending = self._round(results, pending, homes[call.expert_of[pending]])
+        return results.all()
 
-    def _round(self, call: _Call, pending: Indices, homes: Indices) -> Indices:
+    def _round(self, results: _Results, pending: Indices, homes: Indices) -> Indices:
         """Run pairs at their homes; gives those whose home was lost."""
         queues = {
-            home: deque(self._parts(home, call, pending[homes == number]))
+            home: deque(self._parts(home, results.call, pending[homes == number]))
             for number, home in enumerate(self._homes)
             if home.alive
         }
         undone: list[Indices] = []
         while any(queues.values()):
-            asked = [home for home, queue in queues.items() if queue and self._ask(home, call, queue, undone)]
+            asked = [home for home, queue in queues.items() if queue and self._ask(home, results, queue, undone)]
             for home in asked:
-                self._collect(home, call, queues[home], undone)
+                self._collect(home, results, queues[home], undone)
         return np.sort(np.concatenate(undone)) if undone else np.empty(0, np.int64)
 
-    def _parts(self, home: _Home, call: _Call, places: Indices) -> Iterator[Indices]:
+    def _parts(self, home: _Home, call: ExpertCall, places: Indices) -> Iterator[Indices]:
+        """The places of a home's pairs, cut to what fits in a frame; grouped ones only between experts if possible."""
         size = home.link.max_pairs(call.rows.shape[1])
-        for start in range(0, len(places), size):
-            yield places[start : start + size]
+        while len(places) > size:
+            cut = size
+            if call.grouped:
+                experts = call.expert_of[places[: size + 1]]
+                cut = int(np.searchsorted(experts, experts[-1])) or size
+            yield places[:cut]
+            places = places[cut:]
+        if len(places):
+            yield places
 
-    def _ask(self, home: _Home, call: _Call, queue: deque[Indices], undone: list[Indices]) -> bool:
+    def _ask(self, home: _Home, results: _Results, queue: deque[Indices], undone: list[Indices]) -> bool:
         try:
-            home.part = call.part(queue[0])
+            home.part = results.part(queue[0])
             home.link.send_exec(home.part)
         except SessionLost as error:
             self._lose(home, error, queue, undone)
             return False
         return True
 
-    def _collect(self, home: _Home, call: _Call, queue: deque[Indices], undone: list[Indices]) -> None:
+    def _collect(self, home: _Home, results: _Results, queue: deque[Indices], undone: list[Indices]) -> None:
         if home.part is None:
             raise InternalError("a reply is awaited without a request")
         try:
             bits, dtype = home.link.receive_exec(home.part)
-            call.place(queue[0], bits, dtype, home.link)
+            results.place(queue[0], bits, dtype, home.link)
             queue.popleft()
         except SessionLost as error:
             self._lose(home, error, queue, undone)
@@ -230,15 +234,15 @@ class RemoteExperts:
         spare = np.array(live)[(experts // len(self._homes) + layer) % len(live)]
         return np.where(np.isin(own, live), own, spare)
 
-    def _run_here(self, call: _Call, pending: Indices) -> None:
+    def _run_here(self, results: _Results, pending: Indices) -> None:
         if not self.options.local:
             causes = "; ".join(f"{home.link.worker}: {home.cause}" for home in self._homes)
             raise SessionLost(", ".join(map(str, self._endpoints)), f"no expert worker is left ({causes})")
         if self._bank is None:
             self._bank = ExpertBank(self._opened, self.options.local_capacity)
-        done = self._bank.run(call.layer, call.rows, call.dtype, call.row_of[pending], call.expert_of[pending])
+        done = self._bank.run(results.part(pending))
         self._local_pairs += len(pending)
-        call.place(pending, done.bits, done.dtype, None)
+        results.place(pending, done.bits, done.dtype, None)
 
     def _preload(self, store: ExpertStore) -> None:
         for layer, described in store.layers.items():
@@ -266,33 +270,36 @@ class _Home:
     retried: bool = False
     retry_at: float = 0.0
     cause: str = ""
-    part: Part | None = None
+    part: ExpertCall | None = None
 
 
-class _Call:
-    """One layer's rows and pairs, and the results that have come so far."""
+class _Results:
+    """A call and the results that have come so far."""
 
-    def __init__(self, layer: int, rows: Bits, dtype: str, row_of: Indices, expert_of: Indices) -> None:
-        self.layer, self.rows, self.dtype, self.row_of, self.expert_of = layer, rows, dtype, row_of, expert_of
-        self.result_dtype = dtype
-        self._results: Bits | None = None
+    def __init__(self, call: ExpertCall) -> None:
+        self.call = call
+        self._dtype = call.dtype
+        self._bits: Bits | None = None
 
-    def part(self, places: Indices) -> Part:
-        """The pairs at `places`, with only the rows that they need."""
-        needed, row_of = np.unique(self.row_of[places], return_inverse=True)
-        return Part(self.layer, self.rows[needed], self.dtype, row_of, self.expert_of[places])
+    def part(self, places: Indices) -> ExpertCall:
+        """The pairs at `places`, which ascend, with only the rows that they need."""
+        call = self.call
+        needed, row_of = np.unique(call.row_of[places], return_inverse=True)
+        return attrs.evolve(call, rows=call.rows[needed], row_of=row_of, expert_of=call.expert_of[places])
 
     def place(self, places: Indices, bits: Bits, dtype: str, link: ExpertLink | None) -> None:
         """Keep results. Raises SessionLost for a worker whose results have another dtype than the others'."""
-        if self._results is None:
-            self.result_dtype = dtype
-            self._results = np.empty((len(self.expert_of), self.rows.shape[1]), bits.dtype)
-        if dtype != self.result_dtype:
+        if self._bits is None:
+            self._dtype = dtype
+            self._bits = np.empty((len(self.call.row_of), self.call.rows.shape[1]), bits.dtype)
+        if dtype != self._dtype:
             if link is None:
-                raise InternalError(f"local results are {dtype}, remote ones {self.result_dtype}")
+                raise InternalError(f"local results are {dtype}, remote ones {self._dtype}")
             link.close()
-            raise SessionLost(str(link.worker), f"its results are {dtype}, the others' {self.result_dtype}")
-        self._results[places] = bits
+            raise SessionLost(str(link.worker), f"its results are {dtype}, the others' {self._dtype}")
+        self._bits[places] = bits
 
-    def results(self) -> Bits:
-        return np.empty((0, self.rows.shape[1]), self.rows.dtype) if self._results is None else self._results
+    def all(self) -> tuple[Bits, str]:
+        """Every result in pair order, and their dtype."""
+        empty = np.empty((0, self.call.rows.shape[1]), self.call.rows.dtype)
+        return (empty if self._bits is None else self._bits), self._dtype

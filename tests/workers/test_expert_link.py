@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from pdplane.engine.switch import ExpertCall
 from pdplane.errors import SessionLost
 from pdplane.ids import Endpoint
 from pdplane.workers.activations import from_half, to_half
-from pdplane.workers.expert_link import ExpertLink, LinkOptions, ModelFacts, Part
+from pdplane.workers.expert_link import ExpertLink, LinkOptions, ModelFacts
 from pdplane.workers.tx1 import FrameLimits, Token
 from tests.workers.raw_tx1 import TOKEN, RawWorker
 
@@ -31,7 +32,7 @@ def test_an_old_worker_gets_and_gives_float16(old: RawWorker) -> None:
         link.send_load({0: [1, 2]})
         link.receive_load()
         rows = np.array([[1.0, -2.5], [0.1, 65504.0 / 4]], np.float32)
-        part = Part(1, rows.view(np.uint32), "float32", np.array([1, 0, 1]), np.array([0, 1, 2]))
+        part = ExpertCall(1, rows.view(np.uint32), "float32", np.array([1, 0, 1]), np.array([0, 1, 2]))
         link.send_exec(part)
         bits, dtype = link.receive_exec(part)
         assert dtype == "float32"

@@ -143,6 +143,9 @@ BAD_EXECS: dict[str, Any] = {
     "a pair of three": {**EXEC, "pairs": [[0, 0, 0]]},
     "a pair of true": {**EXEC, "pairs": [[0, True]]},
     "an id that is none": {**EXEC, "id": -1},
+    "grouped is no number": {**EXEC, "grouped": 1},
+    "grouped but in another order": {**EXEC, "pairs": [[0, 1], [1, 0]], "grouped": True},
+    "a dtype that is none": {**EXEC, "dtype": "<f8"},
 }  # fmt: skip
 
 

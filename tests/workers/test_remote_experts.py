@@ -18,7 +18,7 @@ from pdplane.engine.expert_store import FileStore, open_store
 from pdplane.engine.model import Model, load_model
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.reference import single_process
-from pdplane.engine.switch import RemoteSwitch
+from pdplane.engine.switch import ExpertCall, RemoteSwitch
 from pdplane.engine.thread import EngineThread
 from pdplane.engine.tiny import build_tiny
 from pdplane.engine.untyped import parameters
@@ -79,9 +79,9 @@ class _Counting:
     def __init__(self, runner: RemoteExperts, during: Callable[[int], None], counter: Iterator[int]) -> None:
         self._runner, self._during, self._counter = runner, during, counter
 
-    def run(self, layer: int, rows: np.ndarray, dtype: str, experts: np.ndarray) -> tuple[np.ndarray, str]:
+    def run(self, call: ExpertCall) -> tuple[np.ndarray, str]:
         self._during(next(self._counter))
-        return self._runner.run(layer, rows, dtype, experts)
+        return self._runner.run(call)
 
 
 def _interrupt(model: Model, during: Callable[[int], None]) -> None:
