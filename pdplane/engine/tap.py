@@ -1,9 +1,11 @@
 """Layerwise streaming: a layer's pages leave for the arena while the layers behind it are computed.
 
-Some caches of the prompt are replaced by ones that tell of each update. The tensors of a layer are then started at
-once (`async_eval`) and waited for two caches later, on the same thread: meanwhile the graph of those two is built and
-queued, so the device never idles, and the copy into the pages runs beside its work. Cutting the graph there changes
-no bits. Histories go chunk by chunk; states, which every token changes, go after the last one.
+Some caches of the prompt are replaced by ones that tell of each update. A layer's tensors are then started at once
+(`async_eval`) and waited for later, on the same thread, when the graph behind them is built. A GPU's queue takes all
+that it is given, so two caches may be under way: the device works on one while the other's pages are cut. The CPU's
+queue holds less than a layer and `async_eval` blocks until there is room, so there the wait is for the cache before,
+which is computed by then; two would only make each layer a layer late. Cutting the graph there changes no bits.
+Histories go chunk by chunk; states, which every token changes, go after the last one.
 """
 
 from __future__ import annotations
@@ -19,12 +21,11 @@ from pdplane.engine.caches import Leaf
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.pages import Bits, Blocks, Pages
 from pdplane.engine.tapped import TappedCache
-from pdplane.engine.untyped import Cache, evaluate_later
+from pdplane.engine.untyped import Cache, evaluate_later, queue_depth
 
 OnStep: TypeAlias = Callable[[range, range], None]
 """Told (layout steps, tokens): the pages that these tokens complete are in the arena, in the fields of these steps."""
 
-_LAG = 2
 _MAX_PARTS = 256  # a prompt's longest train of pushes, whatever its chunks and layers
 
 
@@ -47,6 +48,7 @@ class Tap:
         self._pages, self._blocks = pages, blocks
         self._on_step, self._options = on_step, options
         self._block_tokens, self.interval = options.block_tokens, options.layerwise_interval
+        self._lag = queue_depth()
         self._history = [number for number, leaf in enumerate(self._leaves) if leaf.kind.is_history]
         self._done = 0  # tokens whose blocks are told
         self._goal: int | None = None  # tokens after the chunk that runs, when that completes a block
@@ -102,11 +104,11 @@ class Tap:
         if cache.offset != self._goal or number not in self._unseen:
             return
         self._unseen.discard(number)
+        while len(self._pending) >= self._lag:
+            self._land(*self._pending.popleft())
         bits = self._pages.bits(self._leaves[number], cache)
         evaluate_later(*bits.values())
         self._pending.append((number, bits))
-        if len(self._pending) > _LAG:
-            self._land(*self._pending.popleft())
 
     def _land(self, number: int, bits: Bits) -> None:
         self._unseen.discard(number)

@@ -75,6 +75,11 @@ def evaluate_later(*arrays: mx.array) -> None:
     _mx.async_eval(*arrays)
 
 
+def queue_depth() -> int:
+    """How many parts of a graph this device works on without its caller: 2 on a GPU, 1 on the CPU."""
+    return 1 if _mx.default_device().type == _mx.DeviceType.cpu else 2
+
+
 def number(array: mx.array) -> int | float:
     """The value of a scalar array; waits for it."""
     value = array.item()
