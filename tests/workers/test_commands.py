@@ -58,7 +58,7 @@ def test_cache_workers_and_the_cache_command(capsys: pytest.CaptureFixture[str])
         assert list(near) == ["event", "role", "listen", "model", "pid", "http"]
         assert (near["event"], near["role"], near["pid"]) == ("ready", "cache-worker", first.pid)
         source, target = near["listen"], far["listen"]
-        for codec in ("none", "bp-zstd"):
+        for codec in ("none", "zlib"):
             asked = [
                 "cache",
                 "send",
