@@ -135,6 +135,7 @@ def ready_line(role: str, http: Endpoint, info: Mapping[str, Any]) -> dict[str, 
         "bootstrap": str(Endpoint(host, port)) if host and port else None,
         "control": info.get("control"),
         "data": info.get("data"),
+        "transport": info.get("transport"),
         "model": info.get("model_path"),
         "pid": os.getpid(),
     }

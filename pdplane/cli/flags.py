@@ -12,6 +12,7 @@ from pdplane.cli.options import count, duration, port, size, whole
 from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, PAGE_LAYOUTS, EngineOptions
 from pdplane.errors import ConfigError
 from pdplane.security import Secret
+from pdplane.transport.checksum import XXH3
 from pdplane.transport.options import MOONCAKE_PROTOCOLS, TransportOptions
 from pdplane.transport.registry import TRANSPORTS
 
@@ -77,13 +78,13 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
     peers.add_argument(
         "--secret-file", metavar="FILE", help="a secret that all daemons share: encrypts and authenticates"
     )
-    peers.add_argument("--transport", default="tcp", help="what moves the cache (tcp)")
     _add_legacy_flags(parser.add_argument_group("peers of the older generation"))
     peers.add_argument(
         "--bootstrap-timeout", type=duration, default=120.0, metavar="TIME", help="to meet the peer (120s)"
     )
     peers.add_argument("--waiting-timeout", type=duration, default=300.0, metavar="TIME", help="for the cache (300s)")
     peers.add_argument("--ping-interval", type=duration, default=2.0, metavar="TIME", help="three missed: gone (2s)")
+    _add_transport_flags(parser.add_argument_group("moving the cache"))
     limits = parser.add_argument_group("running")
     limits.add_argument("--max-waiting", type=count, default=256, metavar="N", help="requests in line for blocks (256)")
     limits.add_argument(
@@ -94,6 +95,30 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
     )
     limits.add_argument("--log-level", choices=LEVELS, default="info")
     limits.add_argument("--log-json", action="store_true", help="log JSON objects")
+
+
+def _add_transport_flags(data: argparse._ArgumentGroup) -> None:
+    data.add_argument(
+        "--transport",
+        default="tcp",
+        metavar="NAME",
+        help="tcp; unix or pull when the peer is on this host and agrees, else tcp; auto: the shortest of these; "
+        "mooncake writes one-sided (tcp)",
+    )
+    data.add_argument(
+        "--streams", type=count, default=1, metavar="N", help="connections to stripe large pushes over (1)"
+    )
+    data.add_argument(
+        "--socket-buffer",
+        type=size,
+        metavar="SIZE",
+        help="of each data socket (256KiB on one host, else the kernel's own choice)",
+    )
+    data.add_argument(
+        "--checksum",
+        choices=[XXH3],
+        help="prefill adds it to each segment; decode demands and verifies it before it acknowledges",
+    )
 
 
 def _add_legacy_flags(legacy: argparse._ArgumentGroup) -> None:
@@ -145,7 +170,13 @@ def plane_fields(args: argparse.Namespace) -> dict[str, Any]:
     for flag, scheme in (("--transport", args.transport), ("--legacy-transport", args.legacy_transport)):
         if scheme is not None and scheme not in TRANSPORTS:
             raise ConfigError(f"{flag} {scheme} is none of {', '.join(sorted(TRANSPORTS))}")
-    options = TransportOptions(mooncake_protocol=args.mooncake_protocol, mooncake_device=args.mooncake_device)
+    options = TransportOptions(
+        streams=args.streams,
+        socket_buffer_bytes=args.socket_buffer,
+        checksum=args.checksum or "",
+        mooncake_protocol=args.mooncake_protocol,
+        mooncake_device=args.mooncake_device,
+    )
     return {
         "host": args.host,
         "advertise_host": args.advertise_host,

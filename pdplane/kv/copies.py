@@ -72,7 +72,7 @@ def plan_block_copies(
     if not found:
         return Copies(*(np.empty(0, np.uint64) for _ in range(3)))
     source, destination, length = (np.concatenate(column) for column in zip(*found, strict=True))
-    return _merged(source, destination, length)
+    return merged_copies(source, destination, length)
 
 
 def expected_bytes(destination_layout: Layout, manifest: Manifest, route: RankRoute) -> int:
@@ -119,7 +119,7 @@ def _fragment_copies(
     return source.ravel(), destination.ravel(), np.full(source.size, fragment.row_bytes, np.uint64)
 
 
-def _merged(source: U64, destination: U64, length: U64) -> Copies:
+def merged_copies(source: U64, destination: U64, length: U64) -> Copies:
     """Sort by destination and join runs that touch on both sides."""
     if not len(length):
         return Copies(source, destination, length)

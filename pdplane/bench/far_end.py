@@ -1,0 +1,142 @@
+"""The receiving process of `pdplane bench transport`: every kind of receiver over one arena.
+
+Talks JSON lines over its standard streams: the first line out says where everything listens, then each
+command gets one answer. Ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+import numpy as np
+
+from pdplane.bench.far_peers import RawSink, ZmqSink
+from pdplane.bench.load import Decoding, spinning
+from pdplane.ids import Endpoint, Generation, Room, new_life
+from pdplane.kv.arena import Arena
+from pdplane.transport.fence import Fence
+from pdplane.transport.options import TransportOptions
+from pdplane.transport.registry import Receiver, open_receiver
+from pdplane.transport.reports import Report
+
+HOST = "127.0.0.1"
+
+
+@attrs.frozen
+class FarOptions:
+    """What the receiving process is started with; JSON between the processes."""
+
+    nbytes: int
+    mlx_arena: bool
+    decodes: bool
+    spins: bool
+    peers: tuple[str, ...]
+    transport: dict[str, Any]
+
+    @classmethod
+    def read(cls, text: str) -> FarOptions:
+        fields = json.loads(text)
+        return cls(**{**fields, "peers": tuple(fields["peers"])})
+
+
+class FarEnd:
+    """The arena, its receivers, and the counts that the sending process asks for."""
+
+    def __init__(self, options: FarOptions, stack: ExitStack) -> None:
+        decoding = stack.enter_context(Decoding(options.nbytes)) if options.mlx_arena or options.decodes else None
+        self._arena = decoding.arena if decoding else Arena.zeros(options.nbytes)
+        if decoding and options.decodes:
+            decoding.begin()
+        if options.spins:
+            stack.enter_context(spinning())
+        self._fence = Fence(self._arena)
+        settings = TransportOptions(**options.transport)
+        self.addresses: dict[str, Any] = {"pdplane": self._receive("auto", settings, stack), "base": self._arena.base}
+        if "mooncake" in options.peers:
+            self.addresses["mooncake"] = self._receive("mooncake", settings, stack)
+        if "raw" in options.peers:
+            self.addresses["raw"] = stack.enter_context(RawSink(self._arena)).port
+        if "zmq" in options.peers:
+            self.addresses["zmq"] = stack.enter_context(ZmqSink(self._arena)).port
+
+    def _receive(self, scheme: str, settings: TransportOptions, stack: ExitStack) -> str:
+        receiver: Receiver = open_receiver(
+            scheme,
+            listen=Endpoint(HOST, 0),
+            decode_life=new_life(),
+            fence=self._fence,
+            report=_ignore,
+            options=settings,
+        )
+        stack.callback(receiver.close)
+        return receiver.start()
+
+    def answer(self, command: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever JSON carries
+        return _COMMANDS[command["do"]](self, command)
+
+    def open(self, command: dict[str, Any]) -> None:
+        """Open the whole arena to a room."""
+        start, length = np.zeros(1, np.uint64), np.array([self._arena.nbytes], np.uint64)
+        self._fence.open(Room(command["room"]), Generation(1), start, length, None)
+
+    def close(self, command: dict[str, Any]) -> None:
+        self._fence.close(Room(command["room"]), Generation(1))
+
+    def cpu(self, _command: dict[str, Any]) -> float:
+        """Processor seconds of this process until now."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_utime + used.ru_stime
+
+    def clear(self, _command: dict[str, Any]) -> None:
+        self._arena.bytes[:] = 0
+
+    def differing(self, command: dict[str, Any]) -> int:
+        """How many of the arena's first bytes differ from the pattern that a full push leaves there."""
+        block, count = command["block"], command["nbytes"] // command["block"]
+        step = 2 if command["sparse"] else 1
+        wanted = pattern(count * step * block, block).reshape(-1, step, block)
+        wanted[:, 1:] = 0  # between sparse blocks nothing lands
+        return int((self._arena.bytes[: wanted.size] != wanted.ravel()).sum())
+
+
+_COMMANDS: dict[str, Callable[[FarEnd, dict[str, Any]], Any]] = {
+    "open": FarEnd.open,
+    "close": FarEnd.close,
+    "cpu": FarEnd.cpu,
+    "clear": FarEnd.clear,
+    "differing": FarEnd.differing,
+}
+
+
+def pattern(nbytes: int, block: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """What the destination holds after a full push: each block's bytes tell its place, 1 to 251."""
+    places = np.arange(nbytes // block, dtype=np.uint64) * np.uint64(7) % np.uint64(251) + np.uint64(1)
+    return np.repeat(places.astype(np.uint8), block)
+
+
+def _ignore(_report: Report) -> None:
+    """The sending side hears of its acknowledgements; that is enough here."""
+
+
+def main() -> int:
+    """Serve one measurement."""
+    with ExitStack() as stack:
+        far = FarEnd(FarOptions.read(sys.argv[1]), stack)
+        _say(far.addresses)
+        for line in sys.stdin:
+            _say(far.answer(json.loads(line)))
+    return 0
+
+
+def _say(value: object) -> None:
+    print(json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
