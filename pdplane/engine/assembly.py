@@ -8,14 +8,14 @@ copy is made on the MLX thread, in turns that other sequences share.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
 
 from pdplane.engine.caches import Leaf
 from pdplane.engine.layout import carried
-from pdplane.engine.pages import Blocks, Pages, give_history, reserve
+from pdplane.engine.pages import Blocks, Pages, give_history, join_rows, reserve
 from pdplane.engine.thread import EngineThread, Turns
 from pdplane.engine.untyped import Cache
 from pdplane.engine.views import Buffer, Numbers
@@ -23,12 +23,15 @@ from pdplane.kv.arrays import U64
 from pdplane.kv.arrivals import Arrivals
 from pdplane.kv.layout import Layout
 
+_TURN_BYTES = 4 << 20  # about a millisecond of copying, between two tokens of other sequences
+
 
 @attrs.define(eq=False)
 class _Target:
     """One history: its memory, once it has any, and the slots that each tensor still lacks."""
 
     leaf: Leaf
+    pages: Mapping[str, Numbers]
     lacks: dict[str, Numbers]
     buffers: dict[str, Buffer] | None = None
 
@@ -44,7 +47,9 @@ class Assembly:
         leaves: Sequence[Leaf],
         blocks: Blocks,
         length: int,
+        ahead_bytes: int,
     ) -> None:
+        self._ahead_bytes = ahead_bytes  # a prompt's last block is less: a turn for it would only delay the room's end
         self._thread, self._pages, self._layout, self._leaves = thread, pages, layout, leaves
         self._blocks, self._length = blocks, length
         self._ids = np.asarray(blocks.get(pages.history_group, ()), np.int64)
@@ -58,6 +63,7 @@ class Assembly:
         self._arrivals: Arrivals | None = None  # made on the MLX thread: a long prompt has a million pages
         self._lock = threading.Lock()
         self._landed: list[tuple[U64, U64]] = []
+        self._landed_bytes = 0
         self._busy = self._over = False
 
     def landed(self, offsets: U64, lengths: U64) -> None:
@@ -66,7 +72,8 @@ class Assembly:
             if self._over:
                 return
             self._landed.append((offsets, lengths))
-            if self._busy:
+            self._landed_bytes += int(lengths.sum())
+            if self._busy or self._landed_bytes < self._ahead_bytes:
                 return
             self._busy = True
         self._thread.submit(self._turns)
@@ -85,7 +92,8 @@ class Assembly:
         self.drop()
         for target in self._targets:
             for name, lacks in target.lacks.items():
-                self._copy(target, name, np.flatnonzero(lacks))
+                if lacks.any():
+                    self._copy(target, name, np.flatnonzero(lacks))
             buffers, target.buffers = self._buffers(target), None
             give_history(target.leaf, target.leaf.find(caches), buffers, self._length)
         for leaf in self._leaves:
@@ -93,18 +101,23 @@ class Assembly:
                 self._pages.assemble(leaf, leaf.find(caches), self._blocks, self._length)
 
     def _turns(self) -> Turns[None]:
+        nbytes = 0
         while landed := self._take():
             offsets, lengths = (np.concatenate(column) for column in zip(*landed, strict=True))
             for target, name, slots in self._completed(offsets, lengths):
                 if self._over:
                     return
-                self._copy(target, name, slots)
-                yield
+                nbytes += self._copy(target, name, slots)
+                if nbytes > _TURN_BYTES:
+                    nbytes = 0
+                    yield
 
     def _take(self) -> list[tuple[U64, U64]]:
         with self._lock:
-            landed, self._landed = self._landed, []
-            self._busy = bool(landed)
+            self._busy = self._landed_bytes >= self._ahead_bytes and not self._over
+            if not self._busy:
+                return []
+            landed, self._landed, self._landed_bytes = self._landed, [], 0
             return landed
 
     def _completed(self, offsets: U64, lengths: U64) -> Iterator[tuple[_Target, str, Numbers]]:
@@ -114,9 +127,11 @@ class Assembly:
             target, names = self._places[field]
             yield from ((target, name, slots) for name in names)
 
-    def _copy(self, target: _Target, name: str, slots: Numbers) -> None:
-        self._pages.join_history(target.leaf, name, self._buffers(target)[name], self._ids, slots, self._length)
+    def _copy(self, target: _Target, name: str, slots: Numbers) -> int:
+        pages = target.pages[name]
+        join_rows(pages, self._buffers(target)[name].view[0], self._ids, slots, self._length)
         target.lacks[name][slots] = False
+        return len(slots) * int(pages[0].nbytes)
 
     def _buffers(self, target: _Target) -> dict[str, Buffer]:
         if target.buffers is None:
@@ -124,4 +139,5 @@ class Assembly:
         return target.buffers
 
     def _target(self, leaf: Leaf) -> _Target:
-        return _Target(leaf, {tensor.name: np.ones(len(self._ids), bool) for tensor in carried(leaf)})
+        pages = self._pages.history(leaf)
+        return _Target(leaf, pages, {tensor.name: np.ones(len(self._ids), bool) for tensor in carried(leaf)})

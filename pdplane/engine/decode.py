@@ -57,7 +57,8 @@ class DecodeEngine(Engine):
         self.check_prompt_len(prompt_len)
         opened = self.opened
         opened.pages.check(blocks, self.blocks_needed(prompt_len))
-        return Assembly(self.thread, opened.pages, opened.layout, opened.leaves, blocks, prompt_len)
+        ahead_bytes = self.options.assemble_ahead_bytes
+        return Assembly(self.thread, opened.pages, opened.layout, opened.leaves, blocks, prompt_len, ahead_bytes)
 
     def decode(
         self, request: DecodeRequest, on_token: Callable[[Token], None], on_assembled: Callable[[], None]

@@ -78,7 +78,7 @@ class Pages:
 
     def cut_history(self, leaf: Leaf, bits: Bits, blocks: Blocks, rows: range) -> None:
         """Copy some rows of a history's tensors into its blocks, as in `cut_rows`; waits until they are computed."""
-        for name, pages in self._history(leaf).items():
+        for name, pages in self.history(leaf).items():
             cut_rows(numbers_of(bits[name])[0], pages, blocks[self.history_group], rows)
 
     def _cut_state(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
@@ -89,7 +89,7 @@ class Pages:
             pages = self._views[field_id(leaf, tensor)]
             pages[blocks[STATE][0] - 1] = bits_of(tensors[tensor.name]).reshape(tensor.shape)
 
-    def _history(self, leaf: Leaf) -> Mapping[str, Numbers]:
+    def history(self, leaf: Leaf) -> Mapping[str, Numbers]:
         """Pages of shape (blocks, heads, tokens, width) by tensor name."""
         return {tensor.name: self._views[field_id(leaf, tensor)] for tensor in carried(leaf)}
 
@@ -107,13 +107,9 @@ class Pages:
             return
         ids = np.asarray(blocks[self.history_group], np.int64)
         buffers = reserve(leaf, length)
-        for name in self._history(leaf):
-            self.join_history(leaf, name, buffers[name], ids, np.arange(len(ids)), length)
+        for name, pages in self.history(leaf).items():
+            join_rows(pages, buffers[name].view[0], ids, np.arange(len(ids)), length)
         give_history(leaf, cache, buffers, length)
-
-    def join_history(self, leaf: Leaf, name: str, buffer: Buffer, ids: Numbers, slots: Numbers, length: int) -> None:
-        """Copy these slots' pages of a history's tensor into its buffer; `ids` are all the prompt's blocks."""
-        join_rows(self._history(leaf)[name], buffer.view[0], ids, slots, length)
 
     def _assemble_state(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
         tensors: dict[str, mx.array] = {}
@@ -195,7 +191,8 @@ def _paged(rows: Numbers, count: int) -> Numbers:
 
 def _runs(ids: Numbers, slots: Numbers) -> Iterator[_Run]:
     """Neighbours by id and by slot together."""
-    apart = (np.diff(ids) != 1) | (np.diff(slots) != 1)
-    starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    starts = [0]
+    if len(ids) > 1:
+        starts += (np.flatnonzero((np.diff(ids) != 1) | (np.diff(slots) != 1)) + 1).tolist()
     for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-        yield _Run(int(slots[start]), int(ids[start]) - 1, int(end - start))
+        yield _Run(int(slots[start]), int(ids[start]) - 1, end - start)

@@ -58,7 +58,7 @@ class TokenPages(Pages):
             source = bits_of(cache.keys if name == "ring_k" else cache.values)
             self._cut_ring(source[0], pages, leaf, blocks, length)
 
-    def _history(self, leaf: Leaf) -> Mapping[str, Numbers]:
+    def history(self, leaf: Leaf) -> Mapping[str, Numbers]:
         return self._stores[leaf.layer].views
 
     def history_fields(self, leaf: Leaf) -> Mapping[FieldId, tuple[str, ...]]:

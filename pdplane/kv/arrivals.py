@@ -45,5 +45,9 @@ class Arrivals:
         np.subtract.at(self._missing, page, landed)
         touched = np.unique(page)
         whole = np.sort(self._order[touched[self._missing[touched] == 0]])
-        for number in np.unique(whole // self._count) if self._count else ():
-            yield self._fields[number], whole[whole // self._count == number] % self._count
+        if not len(whole):
+            return
+        fields = whole // self._count
+        first = np.flatnonzero(np.diff(fields, prepend=-1))
+        slots = np.split(whole - fields * self._count, first[1:])
+        yield from zip((self._fields[number] for number in fields[first].tolist()), slots, strict=True)

@@ -107,6 +107,17 @@ def test_pages_that_have_landed_are_copied_ahead(llama: Pair) -> None:
     moved.check(assembly)
 
 
+def test_little_is_left_for_the_end() -> None:
+    pair = Pair(options("tiny:llama", assemble_ahead_bytes=1 << 20))
+    moved = Moved(pair)
+    assembly = moved.assembly()
+    assembly.landed(*moved.pieces(1 << 20))
+    _settle(pair)
+    assert all(target.buffers is None for target in assembly._targets)
+    moved.check(assembly)
+    pair.close()
+
+
 def test_a_dropped_assembly_copies_nothing_more(llama: Pair) -> None:
     moved = Moved(llama)
     assembly = moved.assembly()

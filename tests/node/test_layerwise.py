@@ -24,7 +24,7 @@ from pdplane.testing.toy_engine import ToyAssembly, ToyPrefillEngine
 from tests.node.conftest import SHORT, Daemons, Decode, Prefill, call, idle, prompt
 from tests.waiting import PATIENCE_S, until
 
-SMALL = EngineOptions("", prefill_step_size=24, block_tokens=8, arena_bytes=4 << 20)
+SMALL = EngineOptions("", prefill_step_size=24, block_tokens=8, arena_bytes=4 << 20, assemble_ahead_bytes=1)
 
 
 class Turnstile(threading.Event):
