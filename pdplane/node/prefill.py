@@ -41,6 +41,7 @@ class PrefillLeg:
     job: EngineJob | None = None
     nbytes: int = 0
     first: FirstToken | None = None
+    pushed: float | None = None
     computed: float = 0.0
 
     @property
@@ -139,6 +140,7 @@ class PrefillNode:
         if not leg.room.done.done():
             window = leg.room.window.result()
             wanted = blocks_behind(self._engine.layout, blocks, window.prefix_len, window.prompt_len)
+            leg.pushed = leg.pushed or time.monotonic()
             leg.room.push(wanted, steps, chunk)
 
     def _finish(self, leg: PrefillLeg, job: Future[Any], started: float) -> None:
@@ -173,9 +175,9 @@ class PrefillNode:
         if first is None:
             leg.done.set_exception(InternalError("a room succeeded without a first token"))
             return
-        seconds = time.monotonic() - leg.computed
-        leg.timings |= {"transfer_ms": seconds * 1e3, "transfer_mb": leg.nbytes / 1e6}
-        leg.timings["transfer_gb_s"] = leg.nbytes / 1e9 / max(seconds, 1e-9)
+        leg.mark("transfer_ms", leg.computed)
+        seconds = time.monotonic() - (leg.pushed or leg.computed)
+        leg.timings |= {"transfer_mb": leg.nbytes / 1e6, "transfer_gb_s": leg.nbytes / 1e9 / max(seconds, 1e-9)}
         leg.done.set_result(attrs.evolve(first, timings=dict(leg.timings)))
 
     def _released(self, leg: PrefillLeg) -> None:

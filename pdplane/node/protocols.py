@@ -28,7 +28,8 @@ class FirstToken:
     """The token that prefill computed from the prompt's last position; `logprob` is natural.
 
     `timings` as in `Finished`: `bootstrap_ms` (to decode's offer), `alloc_ms`, `prefill_ms`, `transfer_ms` (what was
-    left of the push after the compute), `transfer_mb`, `transfer_gb_s`.
+    left of the push after the compute), `transfer_mb`, `transfer_gb_s` (from the first push on: with layerwise
+    streaming most of that time is the compute's).
     """
 
     token: int

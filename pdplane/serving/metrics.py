@@ -24,9 +24,13 @@ _RATES = (0.01, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 _TIMINGS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "bootstrap_ms": ("kv_transfer_bootstrap_ms", "From the request to an accepted registration.", _MILLISECONDS),
     "alloc_ms": ("kv_transfer_alloc_ms", "Waiting for free blocks.", _MILLISECONDS),
-    "transfer_ms": ("kv_transfer_latency_ms", "From the offered blocks to the delivered KV.", _MILLISECONDS),
+    "transfer_ms": (
+        "kv_transfer_latency_ms",
+        "After prefill's last step, or since decode's offer, to the delivered KV.",
+        _MILLISECONDS,
+    ),
     "transfer_mb": ("kv_transfer_total_mb", "KV received for a request, in 10**6 bytes.", _MEGABYTES),
-    "transfer_gb_s": ("kv_transfer_speed_gb_s", "KV received per second, in 10**9 bytes.", _RATES),
+    "transfer_gb_s": ("kv_transfer_speed_gb_s", "KV moved per second since the first push, in 10**9 bytes.", _RATES),
 }
 _SAME_TIMING: Mapping[str, str] = {"transfer_wait_ms": "transfer_ms"}  # decode's word for it
 # By role: metric, text, and the counts of the node's statistics that it sums up (a missing one is 0).
