@@ -34,8 +34,8 @@ class TransportOptions:
     call_bytes: int = 16 << 20
     segment_bytes: int = 32 << 20
     segment_runs: int = MAX_RUNS
-    max_queued: int = 4096
-    """Pushes that wait to be sent; more fail at once."""
+    max_queued: int = 32768
+    """Pushes that wait to be sent; more fail at once. A room that streams layer by layer has dozens, 256 at most."""
     max_unacknowledged: int = 64
     """Pushes sent whole that await their acknowledgement; no other is begun meanwhile."""
     pull_window: int = 4
