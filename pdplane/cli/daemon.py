@@ -85,8 +85,12 @@ def run_daemon(
     config: PlaneConfig,
     make_node: MakeNode[N],
     make_app: Callable[[N], web.Application],
+    on_end: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run until a signal comes; gives the exit code. Raises ConfigError with nothing left open."""
+    """Run until a signal comes; gives the exit code. `on_end` is called before the node is closed.
+
+    Raises ConfigError with nothing left open.
+    """
     set_up_logging(options.log_level, as_json=options.log_json)
     _warn_of_addresses(config)
     stop, http = StopSignal(), HttpThread()
@@ -106,6 +110,7 @@ def run_daemon(
             except KeyboardInterrupt:
                 return 0
             finally:
+                on_end()
                 node.close(options.drain_timeout_s)
         finally:
             http.close()

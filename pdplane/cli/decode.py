@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
 
 from pdplane.cli.daemon import mlx_needed, run_daemon
 from pdplane.cli.experts import add_expert_flags, attaching_experts
 from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_options, plane_fields
 from pdplane.cli.options import duration, port
+from pdplane.cli.ranks import RankProcess, Seat, follow, lead, seat_here, seated
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError
-from pdplane.node.decode import DecodeNode
-from pdplane.node.protocols import DecodeEngine
+from pdplane.node.decode import DecodeLeg, DecodeNode
+from pdplane.node.follow import BeginLeg, Follower
+from pdplane.node.lead import LeadDecode, Meet
+from pdplane.node.protocols import DecodeEngine, DecodeRequest
+from pdplane.node.protocols import DecodeNode as ServedNode
+from pdplane.node.rank_words import Request
+from pdplane.node.ranks import Ranks
 from pdplane.plane.config import DecodeConfig
 from pdplane.serving.decode import decode_app
 
@@ -52,14 +60,48 @@ def run(args: argparse.Namespace) -> int:
         status_port=args.status_port,
         quarantine_timeout_s=args.quarantine_timeout,
     )
+    if (seat := seat_here()) is not None:
+        return _run_rank(seat, args, options, config)
     with attaching_experts(args) as prepare:
         engine = _engine(options, prepare)
 
         def make_node(http: HttpThread, facts: Mapping[str, Any]) -> DecodeNode:
             return DecodeNode(engine, config, http=http, max_waiting=options.max_waiting, facts=facts)
 
-        app = partial(decode_app, bootstrap_port=args.bootstrap_port or 8998)
-        return run_daemon("decode", options, config, make_node, app)
+        return run_daemon("decode", options, config, make_node, _app(args))
+
+
+def _app(args: argparse.Namespace) -> Callable[[ServedNode], web.Application]:
+    return partial(decode_app, bootstrap_port=args.bootstrap_port or 8998)
+
+
+def _run_rank(seat: Seat, args: argparse.Namespace, options: DaemonOptions, config: DecodeConfig) -> int:
+    if args.experts:
+        raise ConfigError("--experts cannot be had together with ranks")
+    config, rank = seated(config, seat), RankProcess(seat, options, config)
+    with mlx_needed():
+        from pdplane.engine.decode import DecodeEngine as MlxEngine
+    engine = MlxEngine(options.engine, group=rank.group)
+
+    def make_lead(
+        http: HttpThread, facts: Mapping[str, Any], ranks: Ranks, meet: Meet, on_lost: Callable[[str], None]
+    ) -> LeadDecode:
+        node = DecodeNode(engine, config, http=http, max_waiting=options.max_waiting, facts=facts)
+        return LeadDecode(node, ranks, meet, on_lost)
+
+    def make_node(http: HttpThread, _follower: Follower) -> tuple[DecodeNode, BeginLeg]:
+        node = DecodeNode(engine, config, http=http, max_waiting=options.max_waiting)
+
+        def begin(request: Request) -> DecodeLeg:
+            if not isinstance(request, DecodeRequest):
+                raise ConfigError("this is a decode rank")
+            return node.decode(request, lambda _token: None)  # rank 0 has the same ones, and tells them
+
+        return node, begin
+
+    if seat.rank == 0:
+        return lead("decode", rank, options, config, make_lead, _app(args))
+    return follow("decode", rank, options, make_node)
 
 
 def _engine(options: DaemonOptions, prepare: Prepare | None) -> DecodeEngine:

@@ -21,6 +21,20 @@ def exit_with_parent(spoken_to: Callable[[], None] = lambda: None) -> None:
     threading.Thread(target=_watch, args=(spoken_to,), name="pdplane-parent", daemon=True).start()
 
 
+def leave_within(limit_s: float) -> None:
+    """Exit without cleaning up if the process is still here then.
+
+    For a rank of a split model whose end has begun: a collective operation that waits for a peer which is gone, or
+    will never come, cannot be interrupted, and the thread inside it cannot be joined.
+    """
+    threading.Thread(target=_leave, args=(limit_s,), name="pdplane-leave", daemon=True).start()
+
+
+def _leave(limit_s: float) -> None:
+    time.sleep(limit_s)
+    os._exit(1)
+
+
 def _watch(spoken_to: Callable[[], None]) -> None:
     while os.read(_STDIN, 4096):  # not sys.stdin, whose lock would be missed at the interpreter's end
         spoken_to()

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from pdplane.cli.daemon import mlx_needed, run_daemon
 from pdplane.cli.experts import add_expert_flags, attaching_experts
 from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_options, plane_fields
 from pdplane.cli.options import endpoint, port
+from pdplane.cli.ranks import RankProcess, Seat, follow, lead, seat_here, seated
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError
-from pdplane.node.prefill import PrefillNode
-from pdplane.node.protocols import PrefillEngine
+from pdplane.node.follow import BeginLeg, Follower
+from pdplane.node.lead import LeadPrefill, Meet
+from pdplane.node.prefill import PrefillLeg, PrefillNode
+from pdplane.node.protocols import PrefillEngine, PrefillRequest
+from pdplane.node.rank_words import Request
+from pdplane.node.ranks import Ranks
 from pdplane.plane.config import PrefillConfig
 from pdplane.serving.prefill import prefill_app
 
@@ -43,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         rendezvous=args.rendezvous,
         exact=args.exact,
     )
+    if (seat := seat_here()) is not None:
+        return _run_rank(seat, args, options, config)
     with attaching_experts(args) as prepare:
         engine = _engine(options, prepare)
 
@@ -50,6 +59,37 @@ def run(args: argparse.Namespace) -> int:
             return PrefillNode(engine, config, http=http, max_waiting=options.max_waiting, facts=facts)
 
         return run_daemon("prefill", options, config, make_node, prefill_app)
+
+
+def _run_rank(seat: Seat, args: argparse.Namespace, options: DaemonOptions, config: PrefillConfig) -> int:
+    if args.experts:
+        raise ConfigError("--experts cannot be had together with ranks")
+    config, rank = seated(config, seat), RankProcess(seat, options, config)
+    with mlx_needed():
+        from pdplane.engine.prefill import PrefillEngine as MlxEngine
+    engine = MlxEngine(options.engine, group=rank.group)
+
+    def make_lead(
+        http: HttpThread, facts: Mapping[str, Any], ranks: Ranks, meet: Meet, on_lost: Callable[[str], None]
+    ) -> LeadPrefill:
+        node = PrefillNode(engine, config, http=http, max_waiting=options.max_waiting, facts=facts, gate=ranks.gate)
+        return LeadPrefill(node, ranks, meet, on_lost)
+
+    def make_node(http: HttpThread, follower: Follower) -> tuple[PrefillNode, BeginLeg]:
+        engine.start()  # together with rank 0, whose rendezvous opens after that
+        own = attrs.evolve(config, rendezvous=config.rendezvous or follower.rendezvous())
+        node = PrefillNode(engine, own, http=http, max_waiting=options.max_waiting, gate=follower.gate)
+
+        def begin(request: Request) -> PrefillLeg:
+            if not isinstance(request, PrefillRequest):
+                raise ConfigError("this is a prefill rank")
+            return node.prefill(request)
+
+        return node, begin
+
+    if seat.rank == 0:
+        return lead("prefill", rank, options, config, make_lead, prefill_app)
+    return follow("prefill", rank, options, make_node)
 
 
 def _engine(options: DaemonOptions, prepare: Prepare | None) -> PrefillEngine:

@@ -44,6 +44,8 @@ class DecodeRequest:
     stop_ids: frozenset[int] = frozenset()
     keep_rows: bool = False
     assembly: Assembly | None = None
+    key: int = 0
+    """The job's name on all ranks of a split model."""
 
 
 class DecodeEngine(Engine):
@@ -74,7 +76,8 @@ class DecodeEngine(Engine):
         if request.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, not {request.max_tokens}")
         self.opened.pages.check(request.blocks, self.blocks_needed(len(request.prompt)))
-        return self.thread.submit(lambda: self._turns(request, on_token, on_assembled))
+        mark = f"{len(request.prompt)} tokens, then {request.first_token}, {request.max_tokens} at most"
+        return self.thread.share(lambda: self._turns(request, on_token, on_assembled), request.key, mark)
 
     def _turns(
         self, request: DecodeRequest, on_token: Callable[[Token], None], on_assembled: Callable[[], None]

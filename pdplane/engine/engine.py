@@ -17,6 +17,7 @@ from pdplane.engine.layout import cache_layout
 from pdplane.engine.model import Model, Prepare, load_model
 from pdplane.engine.options import EngineOptions, Progress, no_progress
 from pdplane.engine.pages import Pages
+from pdplane.engine.parallel import RankGroup, check_parts, split_model
 from pdplane.engine.probe import probe
 from pdplane.engine.text import Tokenizer
 from pdplane.engine.thread import EngineThread
@@ -47,21 +48,25 @@ class Opened:
 class Engine:
     """A loaded model with an arena; `start` loads, `close` joins the MLX thread. The constructor opens nothing.
 
-    `prepare` may change the model before its weights are read, such as `RemoteExperts.attach`.
+    `prepare` may change the model before its weights are read, such as `RemoteExperts.attach`. With an open `group`
+    this is one of its ranks: it holds its part of the model and of the cache, on the group's thread.
     """
 
-    def __init__(self, options: EngineOptions, prepare: Prepare | None = None) -> None:
+    def __init__(self, options: EngineOptions, prepare: Prepare | None = None, group: RankGroup | None = None) -> None:
         self.options = options
-        self._prepare = prepare
-        self.thread = EngineThread()
+        self._prepare, self._group = prepare, group
+        self.thread: EngineThread = EngineThread() if group is None else group.thread
         self._opened: Opened | None = None
 
     def start(self, progress: Progress = no_progress) -> None:
         """Load the model on the MLX thread, probe its caches and make the arena.
 
         `progress` is called on the MLX thread. Raises ConfigError, and then the engine is closed. `close` from another
-        thread ends a download or conversion at its next progress: then this raises CancelledError.
+        thread ends a download or conversion at its next progress: then this raises CancelledError. Harmless when it
+        has started.
         """
+        if self._opened is not None:
+            return
 
         def watched(name: str, done: int, total: int) -> None:
             if self.thread.closing:
@@ -70,7 +75,7 @@ class Engine:
 
         self.thread.start()
         try:
-            self._opened = self.thread.call(lambda: _open(self.options, watched, self._prepare))
+            self._opened = self.thread.call(lambda: _open(self.options, watched, self._prepare, self._group))
         finally:
             if self._opened is None:
                 self.close()
@@ -148,17 +153,26 @@ class Engine:
             raise ConfigError(f"token id {token} is outside the vocabulary 0..{size - 1}")
 
 
-def _open(options: EngineOptions, progress: Progress, prepare: Prepare | None) -> Opened:
-    model = load_model(options.model, seed=options.seed, progress=progress, prepare=prepare)
-    leaves = probe(model, options)
-    layout = plan(leaves, options)
+def _open(options: EngineOptions, progress: Progress, prepare: Prepare | None, group: RankGroup | None) -> Opened:
+    tp_size = 1
+    if group is None:
+        model = load_model(options.model, seed=options.seed, progress=progress, prepare=prepare)
+        whole = leaves = probe(model, options)
+    else:
+        if prepare is not None:
+            raise ConfigError("a model that is split over ranks cannot have its experts elsewhere")
+        tp_size = group.size
+        model, whole = split_model(options, progress, group)
+        leaves = probe(model, options)
+        check_parts(whole, leaves, tp_size)
+    layout = plan(whole, options, tp_size)
     arena = _arena(layout)
     pages = (
         TokenPages(layout, arena, leaves, options.prefill_step_size)
         if options.page_layout == "nhd"
         else Pages(layout, arena, leaves)
     )
-    return Opened(model, leaves, layout, arena, pages, fingerprint(model, options), Pool(layout))
+    return Opened(model, leaves, layout, arena, pages, fingerprint(model, options, tp_size), Pool(layout))
 
 
 def plan(leaves: Sequence[Leaf], options: EngineOptions, tp_size: int = 1) -> Layout:

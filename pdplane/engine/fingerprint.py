@@ -29,8 +29,8 @@ class EngineFingerprint:
     advisory: Facts
 
 
-def fingerprint(model: Model, options: EngineOptions) -> EngineFingerprint:
-    """Describe a loaded model and its options."""
+def fingerprint(model: Model, options: EngineOptions, tp_size: int = 1) -> EngineFingerprint:
+    """Describe a loaded model and its options; other sizes of split add up in another order, which costs last bits."""
     quantised = options.kv_bits is not None
     required = (
         ("config", _hash(json.dumps(dict(model.config), sort_keys=True, default=str).encode())),
@@ -42,7 +42,7 @@ def fingerprint(model: Model, options: EngineOptions) -> EngineFingerprint:
         ("mlx", mlx_version()),
         ("mlx_lm", importlib.metadata.version("mlx-lm")),
     )
-    return EngineFingerprint(required, (("backend", _backend()), ("blas", _blas())))
+    return EngineFingerprint(required, (("backend", _backend()), ("blas", _blas()), ("tp_size", str(tp_size))))
 
 
 def _weights_hash(model: Model) -> str:

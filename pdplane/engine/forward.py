@@ -70,7 +70,7 @@ class Forward:
             logits = self.model.network(token.reshape(1, 1), cache=self.caches)[:, -1, :]
             self._quantise()
             logprobs = logits - mx.logsumexp(logits, keepdims=True)
-            row = Row(mx.argmax(logprobs, axis=-1), logprobs.squeeze(0))
+            row = Row(self.model.agree(mx.argmax(logprobs, axis=-1)), logprobs.squeeze(0))
             evaluate_later(row.token, row.logprobs)
             if self.steps % _CLEAR_EVERY == _CLEAR_EVERY - 1:
                 mx.clear_cache()

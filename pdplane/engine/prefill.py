@@ -34,6 +34,7 @@ class PrefillEngine(Engine):
         tokens: Sequence[int],
         blocks: Blocks,
         on_step: OnStep,
+        key: int = 0,
         *,
         keep_row: bool = False,
     ) -> Job[FirstToken]:
@@ -41,8 +42,8 @@ class PrefillEngine(Engine):
 
         `on_step(steps, chunk)` is called on the MLX thread when the pages that these tokens complete are in the arena,
         in the fields of those layout steps: each (step, token) once, in the tokens' order, all of them before the job
-        ends well. An exception from it fails the job. Raises ConfigError at once for a prompt or blocks that cannot
-        work.
+        ends well. An exception from it fails the job. `key` is the job's name on all ranks of a split model. Raises
+        ConfigError at once for a prompt or blocks that cannot work.
         """
         prompt = tuple(tokens)
         self.check_prompt_len(len(prompt))
@@ -50,7 +51,9 @@ class PrefillEngine(Engine):
             self.check_token(token)
         self.opened.pages.check(blocks, self.blocks_needed(len(prompt)))
         owned = {group_id: tuple(ids) for group_id, ids in blocks.items()}
-        return self.thread.submit(lambda: self._turns(prompt, owned, on_step, keep_row=keep_row))
+        return self.thread.share(
+            lambda: self._turns(prompt, owned, on_step, keep_row=keep_row), key, f"{len(prompt)} tokens"
+        )
 
     def _turns(self, prompt: tuple[int, ...], blocks: Blocks, on_step: OnStep, *, keep_row: bool) -> Turns[FirstToken]:
         forward = Forward(self.opened.model, self.options)

@@ -112,6 +112,13 @@ class EngineThread:
             self._schedule(self._executor, job)
         return job
 
+    def share(self, make_turns: Callable[[], Turns[T]], key: int, mark: str) -> Job[T]:
+        """Queue a job that all ranks of a split model run together under this key; here there is one rank.
+
+        `mark` says what the job is about, and must be the same on all ranks.
+        """
+        return self.submit(make_turns)
+
     def call(self, function: Callable[[], T]) -> T:
         """Run one function on the MLX thread and wait for its result; raises what it raised."""
 
@@ -133,7 +140,7 @@ class EngineThread:
             executor.shutdown(wait=True)
 
     def _schedule(self, executor: ThreadPoolExecutor, job: Job[T]) -> None:
-        executor.submit(self._take_turn, executor, job).add_done_callback(lambda turn: _report(turn, job))
+        executor.submit(self._take_turn, executor, job).add_done_callback(lambda turn: self._report(turn, job))
 
     def _take_turn(self, executor: ThreadPoolExecutor, job: Job[T]) -> None:
         wants_more = job._turn(closing=self._closing)
@@ -148,8 +155,7 @@ class EngineThread:
         with self._lock:
             self._active -= 1
 
-
-def _report(turn: Future[None], job: Job[T]) -> None:
-    error = turn.exception()
-    if error is not None:
-        job._fail(error)
+    def _report(self, turn: Future[None], job: Job[T]) -> None:
+        error = turn.exception()
+        if error is not None:
+            job._fail(error)

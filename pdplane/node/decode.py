@@ -171,6 +171,7 @@ class DecodeNode:
             leg.request.max_tokens,
             leg.stop_ids,
             assembly=leg.assembly,
+            key=leg.request.room,
         )
 
     def _assembled(self, leg: DecodeLeg, whole: float) -> None:

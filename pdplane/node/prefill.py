@@ -1,14 +1,14 @@
 """The prefill daemon's heart. Read it downwards: one method an arrow.
 
-request -> offered -> blocks -> compute -> push -> finish -> released
+request -> offered -> line up -> compute -> push -> finish -> released
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -24,6 +24,14 @@ from pdplane.node.protocols import EngineJob, FirstToken, PrefillEngine, Prefill
 from pdplane.plane.config import PrefillConfig
 from pdplane.plane.prefill import PrefillPlane
 from pdplane.plane.rooms import PrefillRoom, RoomWindow
+
+Gate: TypeAlias = Callable[[Room, Callable[[], None]], None]
+"""Told (room, go on) when decode's offer is there; calls `go on` once, on any thread, when every rank has its offer."""
+
+
+def pass_at_once(_room: Room, go_on: Callable[[], None]) -> None:
+    """The gate of a single rank."""
+    go_on()
 
 
 @attrs.define(eq=False)
@@ -66,10 +74,11 @@ class PrefillNode:
         http: HttpThread | None = None,
         max_waiting: int = 256,
         facts: Mapping[str, Any] | None = None,
+        gate: Gate = pass_at_once,
     ) -> None:
         self._engine, self._config, self._max_waiting = engine, config, max_waiting
         self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
-        self._facts = dict(facts or {})
+        self._facts, self._gate = dict(facts or {}), gate
         self._plane: PrefillPlane | None = None
         self._queue: BlockQueue | None = None
         self._legs: Legs[PrefillLeg] = Legs()
@@ -96,14 +105,19 @@ class PrefillNode:
         return leg
 
     def _offered(self, leg: PrefillLeg, window: Future[RoomWindow]) -> None:
-        """Decode lent its blocks: take our own, in line."""
+        """Decode lent its blocks."""
         if window.exception() is not None:
             return  # `_ended` has it
-        offer, queue = window.result(), self._queue
-        assert queue is not None
+        offer = window.result()
         leg.mark("bootstrap_ms", leg.began)
         for destination in offer.destinations:
             leg.nbytes += expected_bytes(destination.layout, destination.manifest, destination.route)
+        self._gate(leg.number, lambda: self._line_up(leg))
+
+    def _line_up(self, leg: PrefillLeg) -> None:
+        """Every rank has its offer: take our own blocks, in line."""
+        queue = self._queue
+        assert queue is not None
         try:
             counts = self._engine.blocks_needed(len(leg.request.tokens))
             leg.place = queue.acquire(counts, lambda blocks: self._compute(leg, blocks))
@@ -122,7 +136,7 @@ class PrefillNode:
             if leg.room.done.done():
                 raise LocalProtocolError("the room ended while it stood in line")
             leg.job = self._engine.prefill(
-                leg.request.tokens, blocks, lambda steps, chunk: self._push(leg, blocks, steps, chunk)
+                leg.request.tokens, blocks, lambda steps, chunk: self._push(leg, blocks, steps, chunk), leg.number
             )
         except PdplaneError as error:
             leg.cancel(str(error))
@@ -141,7 +155,10 @@ class PrefillNode:
             window = leg.room.window.result()
             wanted = blocks_behind(self._engine.layout, blocks, window.prefix_len, window.prompt_len)
             leg.pushed = leg.pushed or time.monotonic()
-            leg.room.push(wanted, steps, chunk)
+            try:
+                leg.room.push(wanted, steps, chunk)
+            except PdplaneError as error:  # the engine goes on: other ranks may be in the middle of the same step
+                leg.cancel(str(error))
 
     def _finish(self, leg: PrefillLeg, job: Future[Any], started: float) -> None:
         """The engine has ended: tell the room how."""

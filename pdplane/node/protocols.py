@@ -224,6 +224,8 @@ class EngineDecodeRequest:
     keep_rows: bool = False
     assembly: Any = None
     """What `DecodeEngine.assemble` gave for this prompt and these blocks."""
+    key: int = 0
+    """The job's name on all ranks of a split model."""
 
 
 class EngineFingerprint(Protocol):
@@ -284,12 +286,17 @@ class PrefillEngine(Engine, Protocol):
     """Computes a prompt's KV into blocks of its arena."""
 
     def prefill(
-        self, tokens: Sequence[int], blocks: Mapping[GroupId, Sequence[int]], on_step: Callable[[range, range], None]
+        self,
+        tokens: Sequence[int],
+        blocks: Mapping[GroupId, Sequence[int]],
+        on_step: Callable[[range, range], None],
+        key: int = 0,
     ) -> EngineJob:
         """Begin a prompt; raises ConfigError at once for what cannot work.
 
         `on_step(steps, chunk)`: the pages that these tokens of the prompt complete are in the arena, in the fields of
         these layout steps (`PrefillRoom.push` takes both). All of it is told before the future gives the first token.
+        `key` names the job on all ranks of a split model.
         """
 
 

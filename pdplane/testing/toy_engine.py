@@ -190,7 +190,11 @@ class ToyPrefillEngine(ToyEngine):
     """Writes a prompt's KV chunk by chunk and tells of it; each layer of the last chunk is told on its own."""
 
     def prefill(
-        self, tokens: Sequence[int], blocks: Mapping[GroupId, Sequence[int]], on_step: Callable[[range, range], None]
+        self,
+        tokens: Sequence[int],
+        blocks: Mapping[GroupId, Sequence[int]],
+        on_step: Callable[[range, range], None],
+        key: int = 0,
     ) -> ToyJob:
         """Begin a prompt; the future gives a FirstToken, or the poison's RuntimeError."""
         self.check_prompt_len(len(tokens))

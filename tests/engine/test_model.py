@@ -129,7 +129,7 @@ def test_fingerprints_name_what_differs(tmp_path: Path) -> None:
     save_directory(tmp_path / "one")
     save_directory(tmp_path / "two")
     assert facts(load_model(str(tmp_path / "one"))) == facts(load_model(str(tmp_path / "two")))
-    assert dict(fingerprint(tiny, EngineOptions("x")).advisory).keys() == {"backend", "blas"}
+    assert dict(fingerprint(tiny, EngineOptions("x")).advisory).keys() == {"backend", "blas", "tp_size"}
 
 
 @pytest.mark.parametrize(

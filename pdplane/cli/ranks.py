@@ -1,0 +1,205 @@
+"""A daemon that is one rank of a split model, as `mlx.launch -n N pdplane prefill ...` starts it.
+
+All ranks have the same command line. Rank 0 serves HTTP and, for prefill, the rendezvous; the ports that are given are
+rank 0's, and a fixed port of its own that every rank needs counts up with the rank. All ranks end together: a signal
+to one of them ends them in order, the death of one ends the others at once, and so does the launcher's, which by
+itself leaves its processes running.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import attrs
+from aiohttp import web
+
+from pdplane.cli.daemon import StopSignal, mlx_needed, run_daemon
+from pdplane.cli.flags import TOY, DaemonOptions
+from pdplane.cli.logs import set_up_logging
+from pdplane.cli.parent import exit_with_parent, leave_within
+from pdplane.control.http_thread import HttpThread
+from pdplane.control.rank_link import RankLink, RankListener, connect_rank
+from pdplane.errors import ConfigError
+from pdplane.ids import Endpoint
+from pdplane.node.decode import DecodeNode
+from pdplane.node.follow import BeginLeg, Follower
+from pdplane.node.lead import Lead, Meet
+from pdplane.node.prefill import PrefillNode
+from pdplane.node.ranks import Ranks
+from pdplane.plane.config import PlaneConfig
+
+logger = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=PlaneConfig)
+L = TypeVar("L", bound=Lead)
+
+_LOST_S = 5.0  # for an orderly end without the others
+_GRACE_S = 20.0  # after the requests that run had their time
+_LOOK_S = 0.1
+_OWN_PORTS = ("control_port", "legacy_port", "data_port", "status_port")
+
+
+@attrs.frozen
+class Seat:
+    """A process's place among the ranks of a split model."""
+
+    rank: int
+    size: int
+
+
+def seat_here(environ: Mapping[str, str] = os.environ) -> Seat | None:
+    """What the launcher said of this process: MLX_RANK and the hosts in the file MLX_HOSTFILE; None for a single one.
+
+    Raises ConfigError.
+    """
+    rank, file = environ.get("MLX_RANK"), environ.get("MLX_HOSTFILE")
+    if not rank or not file:
+        return None
+    try:
+        with open(file, encoding="utf-8") as opened:
+            text = opened.read().strip()
+        hosts = json.loads(text) if text else []
+        seat = Seat(int(rank), len(hosts))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"MLX_RANK={rank} and MLX_HOSTFILE={file} describe no ranks: {error}") from error
+    if seat.size > 1 and not 0 <= seat.rank < seat.size:
+        raise ConfigError(f"MLX_RANK is {rank}, but MLX_HOSTFILE names {seat.size} ranks")
+    return seat if seat.size > 1 else None
+
+
+def seated(config: C, seat: Seat) -> C:
+    """The config of this rank."""
+    changes: dict[str, Any] = {"tp_size": seat.size, "tp_rank": seat.rank}
+    for name in _OWN_PORTS:
+        if getattr(config, name, 0):
+            changes[name] = getattr(config, name) + seat.rank
+    return attrs.evolve(config, **changes)
+
+
+class RankProcess:
+    """One rank's process: its group, its link to rank 0 or the others, and its end."""
+
+    def __init__(self, seat: Seat, options: DaemonOptions, config: PlaneConfig) -> None:
+        if options.engine.model == TOY:
+            raise ConfigError("the toy cannot be split over ranks")
+        with mlx_needed():
+            from pdplane.engine.parallel import RankGroup
+        self.seat, self._options, self._config = seat, options, config
+        self.group = RankGroup(seat.rank, seat.size)
+
+    def watch_parent(self) -> None:
+        """End with the launcher, whose end closes our standard input; a terminal or a file says nothing of it."""
+        asked = self._options.exit_with_parent
+        if (asked and self.seat.rank > 0) or (not asked and stat.S_ISFIFO(os.fstat(0).st_mode)):
+            exit_with_parent()  # rank 0's daemon does what it was asked by itself
+
+    def lost(self, reason: str) -> None:
+        """The ranks cannot go on together: the main thread sees it and ends; when it cannot, we leave anyway."""
+        logger.error("%s: this rank ends too", reason)
+        leave_within(_LOST_S)
+
+    def ends(self) -> None:
+        """An orderly end begins; it may not take for ever."""
+        leave_within(self._options.drain_timeout_s + _GRACE_S)
+
+    def meet_as_first(self) -> list[RankLink]:
+        """Rank 0: open the group, tell the others where we listen, wait for them. Raises ConfigError."""
+        self.group.open()
+        listener = RankListener(self._config.host)
+        try:
+            address = Endpoint(self._config.advertised, listener.port)
+            self.group.tell_all(f"{address} {listener.word}".encode())
+            return listener.accept(self.seat.size)
+        finally:
+            listener.close()
+
+    def meet_first(self) -> RankLink:
+        """Another rank: open the group and connect to rank 0. Raises ConfigError."""
+        self.group.open()
+        address, _, word = self.group.tell_all(b"").decode("ascii").partition(" ")
+        return connect_rank(Endpoint.parse(address), word, self.seat.rank)
+
+
+def lead(
+    role: str,
+    rank: RankProcess,
+    options: DaemonOptions,
+    config: PlaneConfig,
+    make_lead: Callable[[HttpThread, Mapping[str, Any], Ranks, Meet, Callable[[str], None]], L],
+    make_app: Callable[[L], web.Application],
+) -> int:
+    """Run rank 0; gives the exit code."""
+    rank.watch_parent()
+
+    def make(http: HttpThread, facts: Mapping[str, Any]) -> L:
+        ranks = Ranks(rank.group.thread, rank.seat.size)
+        return make_lead(http, facts, ranks, rank.meet_as_first, rank.lost)
+
+    return run_daemon(role, options, config, make, make_app, on_end=rank.ends)
+
+
+def follow(
+    role: str,
+    rank: RankProcess,
+    options: DaemonOptions,
+    make_node: Callable[[HttpThread, Follower], tuple[PrefillNode | DecodeNode, BeginLeg]],
+) -> int:
+    """Run another rank until rank 0 parts from us; gives the exit code. Raises ConfigError."""
+    set_up_logging(options.log_level, as_json=options.log_json)
+    stop, http = StopSignal(), HttpThread()
+    with stop.listening():
+        rank.watch_parent()
+        node: PrefillNode | DecodeNode | None = None
+        follower: Follower | None = None
+        try:
+            with stop.interrupting():
+                follower = Follower(rank.meet_first(), rank.group.thread, rank.lost)
+                follower.start()
+                http.start()
+                node, begin = make_node(http, follower)
+                node.start()
+            return _follow(role, node, begin, follower, stop, rank)
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            rank.ends()
+            if node is not None:
+                node.close()
+            rank.group.close()
+            if follower is not None:
+                follower.close()
+            http.close()
+
+
+def _follow(
+    role: str,
+    node: PrefillNode | DecodeNode,
+    begin: BeginLeg,
+    follower: Follower,
+    stop: StopSignal,
+    rank: RankProcess,
+) -> int:
+    up = left = False
+    while not follower.bye.is_set():
+        if follower.trouble is not None:
+            return 1
+        if not node.alive:
+            logger.error("a thread of %s rank %s has died", role, rank.seat.rank)
+            return 1
+        if not up and node.ready:
+            up = True
+            follower.up(begin)
+            logger.info("%s rank %s of %s is up", role, rank.seat.rank, rank.seat.size)
+        if left:
+            time.sleep(_LOOK_S)
+        elif stop.wait(_LOOK_S):
+            left = True
+            rank.ends()
+            follower.leave()
+    return 0

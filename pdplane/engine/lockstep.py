@@ -1,0 +1,226 @@
+"""Jobs that all ranks of a split model run together: the same turns in the same order on each of them.
+
+The forward steps of a split model meet inside collective operations, which wait for every rank and know nothing of
+sequences: two ranks that enter them in another order exchange the wrong numbers or wait for ever. So rank 0 alone
+chooses: a job's first turn comes when every rank has it, and before each turn rank 0 tells the others which one it is.
+Nothing but rank 0's word ends a job early either. Work that meets nobody (copies, loading) runs when it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import attrs
+
+from pdplane.engine.thread import EngineThread, Job, Turns
+from pdplane.errors import InternalError
+
+T = TypeVar("T")
+
+Tell = Callable[[str, int, str], None]
+"""Says (kind, key, text): rank 0's `turn` and `end` go to all others, another rank's `ready` to rank 0."""
+
+
+class SharedJob(Job[T]):
+    """A job whose end is decided by rank 0: `cancel` only asks for it."""
+
+    def __init__(self, make_turns: Callable[[], Turns[T]], key: int, wake: Callable[[], None]) -> None:
+        super().__init__(make_turns)
+        self.key, self._wake = key, wake
+        self.asked_to_end = False
+
+    def cancel(self) -> None:
+        self.asked_to_end = True
+        self._wake()
+
+
+@attrs.define(eq=False)
+class _Shared:
+    """What one rank knows of one key. `over`: no turn of it will come here any more."""
+
+    over: Future[None] = attrs.field(factory=Future)
+    job: SharedJob[Any] | None = None
+    marks: dict[int, str] = attrs.field(factory=dict)
+    begun: bool = False
+    ended: bool = False
+    refusal: str | None = None
+
+
+class RankThread(EngineThread):
+    """The MLX thread of one rank among `size`. `connect` it before the first job is shared."""
+
+    def __init__(self, rank: int, size: int, name: str = "pdplane-mlx") -> None:
+        super().__init__(name)
+        self.rank, self.size = rank, size
+        self._tell: Tell | None = None
+        self._broken: Callable[[str], None] = lambda _reason: None
+        self._shared: dict[int, _Shared] = {}
+        self._ending = False
+
+    def connect(self, tell: Tell, broken: Callable[[str], None]) -> None:
+        """How to speak to the other ranks. `broken`: this rank failed a turn alone and cannot go on with the others."""
+        self._tell, self._broken = tell, broken
+
+    # ---- a job's life, on every rank
+
+    def expect(self, key: int) -> Future[None]:
+        """A request begins that may share a job under this key; the future ends when no turn of it will come."""
+        with self._lock:
+            if key in self._shared:
+                raise InternalError(f"key {key} is in use")
+            found = self._shared[key] = _Shared()
+            return found.over
+
+    def forget(self, key: int) -> None:
+        """The request has ended on all ranks (rank 0), or here (the others)."""
+        with self._lock:
+            self._shared.pop(key, None)
+
+    def share(self, make_turns: Callable[[], Turns[T]], key: int, mark: str) -> Job[T]:
+        with self._lock:
+            found = self._shared.get(key)
+            if self._executor is None or self._closing or self._ending or found is None or found.job is not None:
+                raise InternalError(f"no job can be shared under key {key} now")
+            job = SharedJob(make_turns, key, lambda: self._wake(found))
+            found.job = job
+            self._active += 1
+            job.future.add_done_callback(self._ended)
+            job.future.add_done_callback(lambda _: _settle(found.over))
+            if found.ended:
+                self._end_here(found)
+        if self.rank == 0:
+            self.arrived(0, key, mark)
+        else:
+            self._say("ready", key, mark)
+        return job
+
+    def close(self) -> None:
+        with self._lock:
+            self._ending = True
+            for found in self._shared.values():
+                self._end_here(found)
+        super().close()
+
+    # ---- rank 0
+
+    def arrived(self, rank: int, key: int, mark: str) -> None:
+        """A rank has the job; `mark` must be the same on all of them."""
+        with self._lock:
+            found = self._shared.get(key)
+            if found is None:
+                return
+            found.marks[rank] = mark
+            if len(found.marks) < self.size:
+                return
+            if len(set(found.marks.values())) > 1:
+                found.refusal = f"the ranks hold different requests: {found.marks}"
+            self._begin(found)
+
+    def abandon(self, key: int) -> None:
+        """The request failed here: when there is no job, tell the others that none will come."""
+        with self._lock:
+            found = self._shared.get(key)
+            if found is None or found.job is not None or found.ended:
+                return
+            found.ended = True
+            self._say("end", key)
+        _settle(found.over)
+
+    # ---- the others
+
+    def turn(self, key: int) -> None:
+        """Rank 0 has begun a turn: run it here."""
+        with self._lock:
+            found = self._shared.get(key)
+            if found is None or found.job is None or self._executor is None:
+                self._broken(f"rank 0 runs a turn of {key}, which is not here")
+            elif not self._closing:
+                self._run(self._executor, found.job, ends=False)
+
+    def end(self, key: int) -> None:
+        """Rank 0 has ended the job."""
+        with self._lock:
+            found = self._shared.get(key)
+            if found is None:
+                return
+            found.ended = True
+            if found.job is not None:
+                self._end_here(found)
+                return
+        _settle(found.over)
+
+    # ---- turns
+
+    def _wake(self, found: _Shared) -> None:
+        if self.rank == 0:
+            with self._lock:
+                self._begin(found)
+
+    def _begin(self, found: _Shared) -> None:
+        if found.job is not None and self._executor is not None and not found.begun and not self._closing:
+            found.begun = True
+            self._schedule(self._executor, found.job)
+
+    def _end_here(self, found: _Shared) -> None:
+        job = found.job
+        if job is None or job.future.done() or self._executor is None or self._closing:
+            return
+        job.asked_to_end = True
+        if self.rank == 0 and not found.ended:
+            self._begin(found)
+        else:
+            self._run(self._executor, job, ends=True)
+
+    def _run(self, executor: ThreadPoolExecutor, job: SharedJob[Any], *, ends: bool) -> None:
+        """Queue exactly one turn."""
+
+        def turn() -> None:
+            if not job.future.done():
+                self._one_turn(job, ends=ends)
+
+        executor.submit(turn).add_done_callback(lambda done: self._report(done, job))
+
+    def _take_turn(self, executor: ThreadPoolExecutor, job: Job[Any]) -> None:
+        if not isinstance(job, SharedJob):
+            super()._take_turn(executor, job)
+            return
+        wants_more = self._lead_turn(job)
+        while wants_more:
+            with self._lock:
+                if not self._closing:
+                    self._schedule(executor, job)
+                    return
+            wants_more = self._lead_turn(job)
+
+    def _lead_turn(self, job: SharedJob[Any]) -> bool:
+        found = self._shared.get(job.key)
+        refusal = found.refusal if found is not None else None
+        ends = self._closing or job.asked_to_end or refusal is not None
+        self._say("end" if ends else "turn", job.key)
+        if refusal is not None:
+            job._fail(InternalError(refusal))
+            return False
+        return self._one_turn(job, ends=ends)
+
+    def _one_turn(self, job: SharedJob[Any], *, ends: bool) -> bool:
+        if ends and job.asked_to_end:
+            job._cancelled.set()
+        return job._turn(closing=ends)
+
+    def _report(self, turn: Future[None], job: Job[Any]) -> None:
+        super()._report(turn, job)
+        error = turn.exception()
+        if error is not None and isinstance(job, SharedJob):
+            self._broken(f"a turn failed on this rank: {type(error).__name__}: {error}")
+
+    def _say(self, kind: str, key: int, text: str = "") -> None:
+        if self._tell is None:
+            raise InternalError("the ranks are not connected")
+        self._tell(kind, key, text)
+
+
+def _settle(future: Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
