@@ -97,6 +97,7 @@ class Sessions:
         self._peers: dict[bytes, Peer] = {}
         self._bound: dict[SessionId, Session] = {}
         self._checking: dict[tuple[SessionId, Life], Session] = {}
+        self._contending: dict[bytes, Session] = {}  # by the identity of the connection that has the session
         self._timers: Timers[bytes] = Timers()
         self._evicted: list[Session] = []
 
@@ -115,7 +116,11 @@ class Sessions:
         return peer is not None and peer.native
 
     def counts(self) -> dict[str, int]:
-        return {"peers": len(self._peers), "sessions": len(self._bound), "checking": len(self._checking)}
+        return {
+            "peers": len(self._peers),
+            "sessions": len(self._bound),
+            "checking": len(self._checking) + len(self._contending),
+        }
 
     def earliest(self) -> float | None:
         return self._timers.earliest()
@@ -132,6 +137,8 @@ class Sessions:
             peer = self._peers[identity] = Peer(identity, turn.now)
         peer.native = peer.native or native
         peer.heard = turn.now
+        if contender := self._contending.pop(identity, None):
+            self._refuse_as_taken(turn, contender)
         if identity not in self._timers and not is_legacy(identity):  # those register once and say nothing more
             self._timers.set(identity, turn.now + self._patience(peer))
         return peer
@@ -173,21 +180,34 @@ class Sessions:
         session = None if gone else self._candidate(turn, peer, event)
         if session is None:
             return gone
-        if self._is_taken(session):
-            self._refuse(turn, peer, session.id, "session", "owned by another peer", session.id)
+        if holder := self._holder(session):
+            self._contest(turn, session, holder)
             return []
         if session.life:
             self._check(turn, peer, session)
             return []
         return self._bind(turn, session)
 
-    def _is_taken(self, session: Session) -> bool:
-        """Whether another connection has the session. Only a new life, if it answers there, takes it over."""
-        holders = [self._checking.get((session.id, session.life)), self._bound.get(session.id)]
-        return any(
-            holder is not None and holder.identity != session.identity and session.life in ("", holder.life)
-            for holder in holders
-        )
+    def _holder(self, session: Session) -> Session | None:
+        """The other connection that has the session. Only a new life, if it answers there, takes it over at once."""
+        holders = self._checking.get((session.id, session.life)), self._bound.get(session.id)
+        others = [holder for holder in holders if holder is not None and holder.identity != session.identity]
+        return next((holder for holder in others if session.life in ("", holder.life)), None)
+
+    def _contest(self, turn: PrefillTurn, session: Session, holder: Session) -> None:
+        """A life that connected again may have left its old connection behind: that one keeps the session if it speaks.
+
+        Whether it is still there is seen by sending it a word; when it is lost the contender has its turn.
+        """
+        if not session.life:
+            self._refuse_as_taken(turn, session)
+            return
+        self._contending[holder.identity] = session
+        turn.add(Send(holder.identity, Ping(self._life)))
+
+    def _refuse_as_taken(self, turn: PrefillTurn, session: Session) -> None:
+        peer = self._peers[session.identity]
+        self._refuse(turn, peer, session.id, "session", "owned by another peer", session.id)
 
     def _check(self, turn: PrefillTurn, peer: Peer, session: Session) -> None:
         """Ask who answers at the session's address; a connection has one such question at a time."""
@@ -261,7 +281,15 @@ class Sessions:
         for session in gone:
             del self._bound[session.id]
             turn.add(CloseData(session.id, session.life))
+        self._give_way(turn, identity)
         return gone
+
+    def _give_way(self, turn: PrefillTurn, identity: bytes) -> None:
+        """A connection is gone: whoever contended for its session has its turn, and it contends for none itself."""
+        for holder in [holder for holder, session in self._contending.items() if session.identity == identity]:
+            del self._contending[holder]
+        if contender := self._contending.pop(identity, None):
+            self._check(turn, self._peers[contender.identity], contender)
 
     def silent(self, turn: PrefillTurn) -> list[Session]:
         """Lose every connection that said nothing for too long; gives those that had to make place, too."""

@@ -91,11 +91,34 @@ def test_a_restarted_decode_takes_its_address_over_and_its_rooms_fail(prefill: P
 
 def test_nobody_takes_a_session_over_by_naming_the_life_of_its_owner(prefill: PrefillWitness) -> None:
     prefill.handle(hello(OTHER))
-    assert prefill.handle(registration(OTHER)) == [
-        Send(OTHER, Refused(SESSION, "session", "owned by another peer", SESSION))
+    assert prefill.handle(registration(OTHER)) == [Send(ME, Ping(PREFILL_LIFE))]  # is the owner still there?
+    assert prefill.handle(events.NoticeReceived(ME, Ping(DECODE_LIFE))) == [
+        Send(OTHER, Refused(SESSION, "session", "owned by another peer", SESSION)),
+        Send(ME, Ping(PREFILL_LIFE)),
     ]
     assert prefill.handle(registration(RAW)) == []  # a raw peer reads no notices
     assert prefill.machine.counts().sessions == {"peers": 3, "sessions": 1, "checking": 0}
+
+
+@pytest.mark.parametrize("gone", [events.Undeliverable(ME), events.Tick()])
+def test_a_decode_that_connects_again_gets_its_session_when_the_old_connection_is_gone(
+    prefill: PrefillWitness, gone: events.PrefillEvent
+) -> None:
+    prefill.handle(request(), *offer())
+    prefill.now = 5.0
+    prefill.handle(hello(OTHER), registration(OTHER))
+    prefill.now = 6.0
+    found = prefill.handle(gone)  # a word did not reach it, or it fell silent
+    assert found[:2] == [CloseData(SESSION, DECODE_LIFE), OpenData(SESSION, DECODE_LIFE)]
+    assert prefill.handle(connected()) == [Send(OTHER, Registered(SESSION, PREFILL_LIFE))]
+    assert prefill.machine.counts().sessions == {"peers": 1, "sessions": 1, "checking": 0}
+    assert prefill.ended == {1: "failed"}
+
+
+def test_a_contender_that_leaves_is_forgotten(prefill: PrefillWitness) -> None:
+    prefill.handle(hello(OTHER), registration(OTHER), events.Undeliverable(OTHER))
+    assert prefill.machine.counts().sessions == {"peers": 1, "sessions": 1, "checking": 0}
+    assert prefill.handle(events.Undeliverable(ME)) == [CloseData(SESSION, DECODE_LIFE)]
 
 
 def test_a_push_that_finds_another_life_at_the_address_ends_the_session(prefill: PrefillWitness) -> None:

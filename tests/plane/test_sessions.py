@@ -58,6 +58,15 @@ def test_the_life_of_another_does_not_help(prefill: PrefillSide, start_decode: S
     meet(prefill, decode).serve()
 
 
+def test_a_decode_that_connects_again_has_its_session_at_once(prefill: PrefillSide, start_decode: StartDecode) -> None:
+    decode = start_decode()
+    for _connection in range(2):  # the old one has not been missed yet when the new one comes
+        with thief(prefill) as raw:
+            raw.send(*wire.encode_notice(Hello("1", decode.plane.life)))
+            raw.send(*wire.encode_registration(registration(decode)))
+            assert json.loads(raw.receive_until(b"registered")[-1])["session"] == decode.plane.session
+
+
 def test_a_peer_without_hello_cannot_claim_a_live_session(prefill: PrefillSide, start_decode: StartDecode) -> None:
     decode = start_decode()
     meet(prefill, decode).serve()
