@@ -96,7 +96,7 @@ class Reactor(Generic[Event, Action]):
 
         Raises InternalError when the reactor does not answer in time.
         """
-        if threading.current_thread() is self._thread:  # a callback of ours asks: waiting would be for ever
+        if self.is_current:  # a callback of ours asks: waiting would be for ever
             return question()
         answer: Future[T] = Future()
         self._posted.append(_Question(lambda: answer.set_result(question())))
@@ -109,6 +109,11 @@ class Reactor(Generic[Event, Action]):
     @property
     def alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_current(self) -> bool:
+        """The caller runs on the reactor's thread, as callbacks do."""
+        return threading.current_thread() is self._thread
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End after everything posted before; raises InternalError when the thread does not end."""

@@ -30,7 +30,7 @@ from pdplane.messages import Fingerprint, Hello, Registration
 from pdplane.plane import events as told
 from pdplane.plane.config import DecodeConfig, log_legacy
 from pdplane.plane.handles import Handles
-from pdplane.plane.rooms import DecodeRoom, broken, check_process, check_room, settle
+from pdplane.plane.rooms import DecodeRoom, broken, check_closer, check_process, check_room, settle
 from pdplane.transport import reports
 from pdplane.transport.fence import Fence, OnLanded
 from pdplane.transport.registry import Receiver, is_one_sided, open_receiver
@@ -107,9 +107,13 @@ class DecodePlane:
         self.close()
 
     def close(self, cause: str = "decode is shutting down") -> None:
-        """Fail what is live, tell the peers, join every thread; idempotent."""
+        """Fail what is live, tell the peers, join every thread; idempotent.
+
+        Raises LocalProtocolError in a callback of one of the plane's futures, and does nothing then.
+        """
         if self._state in ("new", "closed"):
             return
+        check_closer(self._reactor)
         self._state = "closed"
         atexit.unregister(self.close)
         if os.getpid() != self._owner:
@@ -182,8 +186,10 @@ class DecodePlane:
         """Every count, JSON-able; what only grows stands under `totals` and `rejected`."""
         if self._reactor is None or self._machine is None:
             raise LocalProtocolError("the decode plane has not started")
-        counts = attrs.asdict(self._reactor.ask(self._machine.counts))
-        counts["rejected"] = dict(Counter(counts["rejected"]) + self._rejected)
+        machine = self._machine
+        found, rejected = self._reactor.ask(lambda: (machine.counts(), self._rejected.copy()))
+        counts = attrs.asdict(found)
+        counts["rejected"] = dict(Counter(counts["rejected"]) + rejected)
         counts["fence"] = attrs.asdict(self._fence.snapshot())
         counts["receiver"] = attrs.asdict(self._receiver.snapshot())
         counts["handles"] = len(self._handles)

@@ -31,7 +31,7 @@ from pdplane.messages import Fingerprint
 from pdplane.plane import events as told
 from pdplane.plane.config import PrefillConfig, log_legacy
 from pdplane.plane.handles import Handles
-from pdplane.plane.rooms import PrefillRoom, RoomWindow, broken, check_process, check_room, settle
+from pdplane.plane.rooms import PrefillRoom, RoomWindow, broken, check_closer, check_process, check_room, settle
 from pdplane.plane.senders import Senders
 
 
@@ -95,9 +95,13 @@ class PrefillPlane:
         self.close()
 
     def close(self, cause: str = "prefill is shutting down") -> None:
-        """Fail what is live, tell the peers, join every thread; idempotent."""
+        """Fail what is live, tell the peers, join every thread; idempotent.
+
+        Raises LocalProtocolError in a callback of one of the plane's futures, and does nothing then.
+        """
         if self._state in ("new", "closed"):
             return
+        check_closer(self._reactor)
         self._state = "closed"
         atexit.unregister(self.close)
         if os.getpid() != self._owner:
@@ -169,8 +173,10 @@ class PrefillPlane:
 
     def statistics(self) -> dict[str, Any]:
         """Every count, JSON-able; what only grows stands under `totals` and `rejected`."""
-        counts = attrs.asdict(self._reactor.ask(self._machine.counts))
-        counts["rejected"] = dict(Counter(counts["rejected"]) + self._rejected)
+        machine = self._machine
+        found, rejected = self._reactor.ask(lambda: (machine.counts(), self._rejected.copy()))
+        counts = attrs.asdict(found)
+        counts["rejected"] = dict(Counter(counts["rejected"]) + rejected)
         counts["data_connections"] = len(self._senders)
         counts["data"] = self._senders.counts()
         counts["handles"] = len(self._handles)

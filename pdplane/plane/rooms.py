@@ -6,10 +6,11 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import attrs
 
+from pdplane.control.reactor import Reactor
 from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, RoomFailed
 from pdplane.ids import MAX_ROOM, FieldId, GroupId, Room, SessionId
 from pdplane.kv.copies import U64, Copies, plan_block_copies
@@ -36,6 +37,12 @@ def check_process(owner: int) -> None:
     """LocalProtocolError in a forked child: its parent's threads and sockets are not there."""
     if os.getpid() != owner:
         raise LocalProtocolError("the plane belongs to another process; after a fork, start one of your own")
+
+
+def check_closer(reactor: Reactor[Any, Any] | None) -> None:
+    """LocalProtocolError on the reactor's own thread, where a callback would wait for its own end."""
+    if reactor is not None and reactor.is_current:
+        raise LocalProtocolError("a callback of the plane cannot close it: close it on another thread")
 
 
 def _whole(value: SupportsIndex, name: str, low: int, high: int) -> int:

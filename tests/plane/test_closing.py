@@ -120,6 +120,26 @@ def test_a_callback_may_ask_for_the_counts(pair: tuple[PrefillSide, DecodeSide])
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
+def test_a_callback_that_closes_its_plane_is_told_so_and_closes_nothing(
+    pair: tuple[PrefillSide, DecodeSide], side: int
+) -> None:
+    meeting = meet(*pair)
+    refused: list[str] = []
+
+    def close(_done: Future[Any]) -> None:
+        with pytest.raises(LocalProtocolError) as error:
+            pair[side].plane.close()
+        refused.append(str(error.value))
+
+    done: Future[Any] = (meeting.work.done, meeting.waiting.done)[side]
+    done.add_done_callback(close)
+    meeting.serve()
+    until(lambda: bool(refused))
+    assert refused == ["a callback of the plane cannot close it: close it on another thread"]
+    meet(*pair).serve()
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
 def test_a_bug_of_ours_ends_every_wait_and_leaves_nothing_open(
     pair: tuple[PrefillSide, DecodeSide], side: int, caplog: pytest.LogCaptureFixture
 ) -> None:
