@@ -123,6 +123,9 @@ class PrefillNode:
             leg.place = queue.acquire(counts, lambda blocks: self._compute(leg, blocks))
         except PdplaneError as error:
             leg.cancel(str(error))
+            return
+        if leg.room.done.done():  # it ended before it had a place to leave
+            queue.leave(leg.place)
 
     def _compute(self, leg: PrefillLeg, blocks: Blocks | PoolExhausted) -> None:
         """The blocks are ours: let the engine fill them."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import socket
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from pdplane.errors import ConfigError, PoolExhausted, RoomFailed
 from pdplane.ids import Endpoint, new_room
+from pdplane.node.prefill import PrefillNode
+from pdplane.plane.config import PrefillConfig
+from pdplane.testing.toy_engine import ToyPrefillEngine
 from pdplane.testing.toy_model import ToyOptions
-from tests.node.conftest import Daemons, call, idle, prompt
+from tests.node.conftest import SHORT, Daemons, Prefill, call, idle, prompt
 from tests.waiting import PATIENCE_S, until
 
 TIGHT = ToyOptions(num_lcm_blocks=4)  # eight blocks of four tokens
@@ -92,6 +97,32 @@ def test_decode_leaves_while_prefill_stands_in_line(daemons: Daemons) -> None:
     assert all("the client left" in cause for cause in second.causes())
     until(lambda: prefill.node.statistics()["blocks"]["waiting"] == 0)
     prefill.hold.set()
+    assert first.is_right(daemons.options)
+    until(lambda: idle(prefill, decode))
+
+
+def test_a_leg_that_ends_while_other_ranks_have_no_offer_takes_no_place_in_line(daemons: Daemons) -> None:
+    engine_holds = threading.Event()
+    go_on: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    node = PrefillNode(
+        ToyPrefillEngine(TIGHT, hold=engine_holds),
+        PrefillConfig(**SHORT | {"bootstrap_port": 0}),
+        gate=lambda _room, told: go_on.put(told),
+    )
+    daemons.stack.callback(node.close)
+    node.start()
+    until(lambda: node.ready)
+    parents = node.statistics()["blocks"]["free_parents"]
+    prefill, decode = Prefill(node, engine_holds, parents, node.info()["bootstrap_port"]), daemons.decode()
+    first = call(prefill, decode, prompt(1, LARGE))
+    go_on.get(timeout=PATIENCE_S)()  # it has the blocks
+    second = call(prefill, decode, prompt(2, LARGE))
+    late = go_on.get(timeout=PATIENCE_S)
+    second.cancel()
+    second.causes()
+    late()
+    assert node.statistics()["blocks"]["waiting"] == 0
+    engine_holds.set()
     assert first.is_right(daemons.options)
     until(lambda: idle(prefill, decode))
 
