@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from pdplane.cli import options
+from pdplane.cli.flags import add_model_flags, engine_options
 from pdplane.cli.logs import JsonFormatter
 from pdplane.ids import Endpoint
 
@@ -51,6 +52,7 @@ def test_urls(text: str, url: str) -> None:
 def test_other_values() -> None:
     assert options.port("0") == 0
     assert options.count("7") == 7
+    assert options.whole("0") == 0
     assert options.room(str(2**63 - 1)) == 2**63 - 1
     assert options.endpoint("[::1]:8998") == Endpoint("::1", 8998)
 
@@ -60,7 +62,8 @@ def test_other_values() -> None:
     [
         (options.size, "2 apples"), (options.size, "-1"), (options.size, "0"), (options.size, "1e9"),
         (options.size, "99999999TiB"), (options.duration, "soon"), (options.duration, "1d"), (options.port, "70000"),
-        (options.port, "-1"), (options.count, "0"), (options.count, "x"), (options.room, str(2**63)),
+        (options.port, "-1"), (options.count, "0"), (options.count, "x"), (options.whole, "-1"),
+        (options.room, str(2**63)),
         (options.endpoint, "host"), (options.url, "http://h/path"), (options.url, "ftp://h"), (options.url, ""),
     ],
 )  # fmt: skip
@@ -75,3 +78,10 @@ def test_json_logs_are_one_object_a_line() -> None:
     fields = json.loads(JsonFormatter().format(record))
     assert (fields["level"], fields["logger"], fields["message"]) == ("warning", "pdplane.x", "lost h:1\nbadly")
     assert fields["time"].endswith("+00:00")
+
+
+@pytest.mark.parametrize(("flags", "interval"), [([], 1), (["--layerwise-interval", "0"], 0)])
+def test_layerwise_is_on_unless_it_is_turned_off(flags: list[str], interval: int) -> None:
+    parser = argparse.ArgumentParser()
+    add_model_flags(parser)
+    assert engine_options(parser.parse_args(["--model", "tiny:llama", *flags])).layerwise_interval == interval

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
@@ -12,6 +13,7 @@ from mlx_lm.models.cache import KVCache
 
 from pdplane.engine.layout import KV
 from pdplane.engine.tap import Tap
+from pdplane.engine.thread import Turns
 from pdplane.errors import ConfigError
 from pdplane.kv.pool import Pool
 from tests.engine.pair import BLOCK_TOKENS, GARBAGE, STEP_SIZE, Pair, options, prompt_of
@@ -124,7 +126,11 @@ def test_a_prompt_cancelled_between_chunks_tells_and_writes_nothing_more(llama: 
         job.cancel()
 
     llama.prefill.arena.bytes.fill(GARBAGE)
-    job = llama.prefill.thread.call(lambda: llama.prefill.prefill(prompt_of(LENGTH), blocks, on_step))
+    gate = threading.Event()
+    holding = llama.prefill.thread.submit(lambda: _hold(gate))  # until `job` is known
+    job = llama.prefill.prefill(prompt_of(LENGTH), blocks, on_step)
+    gate.set()
+    holding.result(60)
     with pytest.raises(CancelledError):
         job.result(60)
     assert told == [CHUNKS[0], CHUNKS[0]]
@@ -148,6 +154,11 @@ def test_an_exception_from_the_callback_fails_the_prompt_in_mid_chunk(llama: Pai
 def test_a_negative_interval_is_refused() -> None:
     with pytest.raises(ConfigError, match="layerwise_interval must be at least 0"):
         options("tiny:llama", layerwise_interval=-1)
+
+
+def _hold(gate: threading.Event) -> Turns[None]:
+    gate.wait(60)
+    yield
 
 
 def _nothing(steps: range, chunk: range) -> None:
