@@ -14,7 +14,7 @@ from pdplane.control.reactor import Reactor
 from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, RoomFailed
 from pdplane.ids import MAX_ROOM, FieldId, GroupId, Room, SessionId
 from pdplane.kv.copies import U64, Copies, plan_block_copies
-from pdplane.kv.layerwise import chunk_blocks
+from pdplane.kv.layerwise import chunk_blocks, chunk_positions
 from pdplane.kv.layout import Layout
 from pdplane.machine.actions import Delivered, Destination
 
@@ -95,6 +95,7 @@ class PrefillRoom:
     window: Future[RoomWindow] = attrs.field(factory=_open_future, init=False)
     done: Future[None] = attrs.field(factory=_open_future, init=False)
     released: Future[None] = attrs.field(factory=_open_future, init=False)
+    _pushed: dict[FieldId, int] = attrs.field(factory=dict, init=False)  # blocks of the manifest, from its first on
     _layout: Layout
     _push: Callable[[Mapping[SessionId, Copies]], None]
     _finish: Callable[[int, float | None, Sequence[int] | None, int], None]
@@ -115,7 +116,8 @@ class PrefillRoom:
         `source_blocks` are this arena's ids for all of the window's slots, in slot order. Those that are sent must not
         change before `released`. With `chunk` only the blocks that these tokens of the prompt complete are sent;
         chunks follow each other without a gap, the first one begins at the window's `prefix_len` or before it. A push
-        that fails fails the room.
+        that fails fails the room. Raises LocalProtocolError for blocks that were pushed before: decode counts bytes,
+        and would take them for others that are missing.
         """
         window = self._offered()
         fields = None if steps is None else _fields_of(self._layout, steps)
@@ -130,6 +132,8 @@ class PrefillRoom:
             )
             for destination in window.destinations
         }
+        if copies:
+            self._pushed.update(self._pushed_with(window, fields, chunk))
         self._push({session: found for session, found in copies.items() if len(found.length)})
 
     def finish(
@@ -149,6 +153,22 @@ class PrefillRoom:
     def cancel(self, cause: str = "cancelled by the caller") -> None:
         """End the room and tell decode; returns at once, harmless after the end."""
         self._cancel(cause)
+
+    def _pushed_with(
+        self, window: RoomWindow, fields: frozenset[FieldId] | None, chunk: range | None
+    ) -> dict[FieldId, int]:
+        """How many blocks of each of these fields are pushed with this chunk."""
+        found = {}
+        tokens = range(window.prompt_len) if chunk is None else chunk
+        for spec in self._layout.group_specs:
+            blocks = chunk_positions(spec, window.prefix_len, window.prompt_len, tokens)
+            for field in self._layout.fields_of(spec.group_id) if blocks else ():
+                if fields is not None and field.field_id not in fields:
+                    continue
+                if blocks.start < self._pushed.get(field.field_id, 0):
+                    raise LocalProtocolError(f"room {self.room}: blocks of {field.field_id} were pushed before")
+                found[field.field_id] = blocks.stop
+        return found
 
     def _offered(self) -> RoomWindow:
         if not self.window.done():

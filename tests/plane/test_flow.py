@@ -56,6 +56,29 @@ def test_layerwise_steps_travel_in_several_pushes(start_prefill: StartPrefill, s
     assert (sent == landed).all()
 
 
+def test_blocks_that_are_pushed_twice_do_not_count_for_those_that_are_missing(
+    start_prefill: StartPrefill, start_decode: StartDecode
+) -> None:
+    prefill, decode = start_prefill(), start_decode()
+    meeting = meet(prefill, decode, prompt_len=22)
+    meeting.work.wait_window(PATIENCE_S)
+    source = prefill.fill(22)
+    meeting.work.push(source, range(1), range(9))
+    meeting.work.push(source, range(2, 3))
+    for steps, chunk in ((range(1), range(9)), (range(3), range(8)), (range(1), None), (range(2, 3), None)):
+        with pytest.raises(LocalProtocolError, match=r"blocks of layer\.[02]\.\w+ were pushed before"):
+            meeting.work.push(source, steps, chunk)
+    meeting.work.push(source, range(1), range(9, 22))
+    meeting.work.push(source, range(1, 2))
+    meeting.work.finish(first_token=1)
+    meeting.waiting.wait(PATIENCE_S)
+    sent, landed = (
+        pages(side.plane.layout, side.plane.arena, blocks)
+        for side, blocks in ((prefill, source), (decode, meeting.target))
+    )
+    assert (sent == landed).all()
+
+
 def test_only_what_decode_lacks_travels(start_prefill: StartPrefill, start_decode: StartDecode) -> None:
     prefill, decode = start_prefill(), start_decode()
     layout = prefill.plane.layout
