@@ -20,7 +20,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=900 $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

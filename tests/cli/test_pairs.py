@@ -29,6 +29,7 @@ FLAGS = (
     "--model", MODEL, "--prefill-step-size", str(STEP), "--block-tokens", str(BLOCK), "--arena-bytes", str(ARENA),
     "--ping-interval", "300ms", "--bootstrap-timeout", "5s",
 )  # fmt: skip
+PATIENCE_S = 300  # eight prompts of the real model stand in line
 Pair = tuple[Daemon, Daemon]
 
 
@@ -61,7 +62,7 @@ class Request:
 
     def send(self, daemon: Daemon) -> HTTPConnection:
         """Send one leg and do not wait."""
-        connection = HTTPConnection(daemon.http.host, daemon.http.port, timeout=TIMEOUT_S)
+        connection = HTTPConnection(daemon.http.host, daemon.http.port, timeout=PATIENCE_S)
         connection.request("POST", "/generate", json.dumps(self.body))
         return connection
 
@@ -115,13 +116,13 @@ def of_lengths(*lengths: int) -> list[list[int]]:
     return [[chance.randrange(2, 320) for _ in range(length)] for length in lengths]
 
 
-def reference(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+def reference(prompts: list[list[int]], max_tokens: int, name: str = MODEL) -> list[list[int]]:
     """The ids of one mlx-lm process, which stops at the model's own end."""
     thread = EngineThread()
     thread.start()
     try:
-        model = thread.call(lambda: load_model(MODEL))
-        options = EngineOptions(model=MODEL, prefill_step_size=STEP)
+        model = thread.call(lambda: load_model(name))
+        options = EngineOptions(model=name, prefill_step_size=STEP)
 
         def answer(prompt: list[int]) -> list[int]:
             stop_ids = model.tokenizer.eos_ids
@@ -207,3 +208,13 @@ def test_a_killed_prefill_costs_its_rooms_and_nothing_else(pair: Pair) -> None:
     with Daemon("prefill", *FLAGS, "--bootstrap-port", str(bootstrap.port)) as restarted:
         answer = both((restarted, decode), prompt, 3)
         assert answer.json["output_ids"] == reference([prompt], 3)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_32_prompts_of_the_real_model() -> None:
+    flags = (*FLAGS, "--model", "smollm2", "--arena-bytes", "64MiB", "--bootstrap-timeout", "300s")
+    prompts = [[100 + token for token in prompt] for prompt in of_lengths(*range(1, 33))]
+    with Daemon("prefill", *flags) as prefill, Daemon("decode", *flags) as decode, ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda prompt: both((prefill, decode), prompt, 6), prompts))
+    assert [answer.json["output_ids"] for answer in answers] == reference(prompts, 6, "smollm2")
