@@ -59,10 +59,10 @@ class BlockQueue:
                 raise PoolExhausted(sum(counts.values()), self._pool.free_parents)
             self._line.append(place)
         self._serve()
-        with self._lock:
-            waits = place in self._line
-        if waits:
+        if self._has(place):
             place.expiry = self._http.run(self._expire(place))
+            if not self._has(place):  # served meanwhile, by somebody who saw nothing to cancel
+                place.expiry.cancel()
         return place
 
     def leave(self, place: Place) -> bool:
@@ -83,6 +83,10 @@ class BlockQueue:
             "used_blocks": sum(self._pool.used_blocks().values()),
             "waiting": len(self._line),
         }
+
+    def _has(self, place: Place) -> bool:
+        with self._lock:
+            return place in self._line
 
     def _serve(self) -> None:
         while True:
