@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from pdplane.control.http_thread import HttpThread
-from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, PoolExhausted
+from pdplane.errors import ConfigError, InternalError, LocalProtocolError, PdplaneError, PoolExhausted
 from pdplane.ids import GroupId, Room
 from pdplane.kv.copies import expected_bytes
 from pdplane.kv.manifest import blocks_behind
@@ -91,7 +91,11 @@ class PrefillNode:
         plane = self._plane
         if plane is None or self._draining:
             raise LocalProtocolError("this prefill takes no requests now")
-        check_prompt(self._engine, request.tokens)
+        try:
+            check_prompt(self._engine, request.tokens)
+        except ConfigError as error:
+            plane.open(request.room).cancel(str(error))  # decode's leg would wait for its deadline
+            raise
         room = plane.open(request.room, prompt_len=len(request.tokens), prompt_hash=hash_prompt(request.tokens))
         leg = PrefillLeg(request, room)
         try:

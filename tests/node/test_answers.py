@@ -88,7 +88,7 @@ def test_a_prompt_that_cannot_be_served_is_refused_at_once(daemons: Daemons, tok
         call(prefill, None, tokens)
     with pytest.raises(ConfigError):
         call(None, decode, tokens, at=prefill.rendezvous)
-    assert idle(prefill, decode)
+    until(lambda: idle(prefill, decode))
     assert call(prefill, decode, prompt(1)).is_right(daemons.options)
 
 

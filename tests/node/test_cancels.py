@@ -136,6 +136,22 @@ def test_prefill_leaves_before_decode_came(daemons: Daemons) -> None:
     until(lambda: idle(prefill, decode))
 
 
+@pytest.mark.parametrize("first", ["decode", "prefill"])
+def test_decode_hears_why_prefill_refuses_its_prompt(daemons: Daemons, first: str) -> None:
+    prefill, decode, room = daemons.prefill(TIGHT), daemons.decode(), new_room()
+    refused = pytest.raises(ConfigError, match="do not fit in the arena")
+    if first == "prefill":
+        with refused:
+            call(prefill, None, prompt(1, 50), room=room)
+    waiting = call(None, decode, prompt(1, 50), at=prefill.rendezvous, room=room)
+    if first == "decode":
+        until(lambda: prefill.node.statistics()["rooms"] == {"early": 1})
+        with refused:
+            call(prefill, None, prompt(1, 50), room=room)
+    assert waiting.causes() == {"prefill: the prompt's 50 tokens do not fit in the arena"}
+    until(lambda: idle(prefill, decode))
+
+
 def test_a_leg_whose_other_half_never_comes_holds_no_blocks_and_expires(daemons: Daemons) -> None:
     prefill, decode = daemons.pair(bootstrap_timeout_s=1)
     alone = call(prefill, None, prompt(1))
