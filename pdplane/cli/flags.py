@@ -100,10 +100,10 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
 def _add_transport_flags(data: argparse._ArgumentGroup) -> None:
     data.add_argument(
         "--transport",
-        default="tcp",
+        default="auto",
         metavar="NAME",
         help="tcp; unix or pull when the peer is on this host and agrees, else tcp; auto: the shortest of these; "
-        "mooncake writes one-sided (tcp)",
+        "mooncake writes one-sided (auto)",
     )
     data.add_argument(
         "--streams", type=count, default=1, metavar="N", help="connections to stripe large pushes over (1)"

@@ -46,7 +46,7 @@ class PlaneConfig:
     waiting_timeout_s: float = 300.0
     ping_interval_s: float = 2.0
     tombstone_s: float = 10.0
-    transport: str = "tcp"
+    transport: str = "auto"
     transport_options: TransportOptions = attrs.field(factory=TransportOptions)
     legacy: bool | None = None
     legacy_transport: str | None = None

@@ -32,6 +32,15 @@ class _Connection:
     began: dict[pushes.Key, float] = attrs.field(factory=dict)  # when each push under way was submitted
     ended: float = 0.0  # the last one
 
+    def offer(self, push: pushes.Push) -> bool:
+        """Whether the sender took the push: not once its connection is over, even if we have not heard of that yet."""
+        self.began[push.key] = time.monotonic()
+        return self.sender.offer(push)
+
+    def submit(self, push: pushes.Push) -> None:
+        self.began[push.key] = time.monotonic()
+        self.sender.submit(push)
+
 
 @attrs.define
 class _Traffic:
@@ -90,12 +99,11 @@ class Senders:
     def push(self, push: Push) -> list[events.PrefillEvent]:
         """Queue a push on its session's connection, made anew if the last one is over."""
         try:
-            connection = self._connections.get((push.session, push.life))
-            if connection is None or connection.over:
-                connection = self._connect(push.session, push.life, push.arena_base, expected=push.life or None)
             work = pushes.Push(push.room, push.generation, push.push, push.copies)
-            connection.began[work.key] = time.monotonic()
-            connection.sender.submit(work)
+            connection = self._connections.get((push.session, push.life))
+            if connection is None or connection.over or not connection.offer(work):
+                connection = self._connect(push.session, push.life, push.arena_base, expected=push.life or None)
+                connection.submit(work)
         except (ConfigError, LocalProtocolError) as wrong:
             return [events.PushEnded(push.session, push.room, push.generation, push.push, str(wrong))]
         return []

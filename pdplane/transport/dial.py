@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from pdplane.ids import Endpoint
+from pdplane.transport.door import address_of
 from pdplane.transport.stream import Wakeup
 
 _Address: TypeAlias = tuple[Any, ...] | str  # of an internet socket, of a Unix socket
@@ -38,9 +39,9 @@ class Dial:
         raise failure
 
     def unix(self, path: str) -> socket.socket:
-        """Connect to a Unix socket. Raises OSError."""
+        """Connect to a receiver's Unix socket. Raises OSError."""
         candidate = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        return self._connect(candidate, path, path, time.monotonic() + self.timeout_s)
+        return self._connect(candidate, address_of(path), path, time.monotonic() + self.timeout_s)
 
     def _connect(self, candidate: socket.socket, address: _Address, name: str, deadline_s: float) -> socket.socket:
         try:

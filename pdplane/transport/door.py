@@ -1,11 +1,16 @@
-"""A Unix socket that listens in a directory which only its user can enter."""
+"""The Unix socket that a receiver offers to senders of its own host.
+
+On Linux its name is abstract (the kernel forgets it with the process, however that ends) and whoever connects
+shows its user to the receiver. Elsewhere it is a file in a folder that only its user can enter.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import secrets
 import shutil
 import socket
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,38 +18,51 @@ import attrs
 
 logger = logging.getLogger(__name__)
 
+ABSTRACT = sys.platform == "linux"
+_MARK = "@"  # how the greeting writes the zero byte before an abstract name
 _BACKLOG = 128
 
 
 @attrs.frozen(eq=False)
 class UnixDoor:
-    """The listening socket and its path; `close` removes both."""
+    """The listening socket, its path as the greeting has it, and the folder that goes with it."""
 
     listener: socket.socket
     path: str
+    folder: str | None = None
 
     def close(self) -> None:
         self.listener.close()
-        shutil.rmtree(Path(self.path).parent, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def address_of(path: str) -> str:
+    """What `connect` takes for a greeting's Unix path."""
+    return "\0" + path[1:] if path.startswith(_MARK) else path
 
 
 def open_door() -> UnixDoor | None:
     """Listen under a fresh path; None when there is no place for one: senders then stay on TCP."""
+    folder = None
     try:
-        folder = tempfile.mkdtemp(prefix="pdplane-")  # mode 0700
-    except OSError as error:
-        logger.warning("no folder for a Unix socket, peers of this host stay on tcp: %s", error)
+        folder = None if ABSTRACT else tempfile.mkdtemp(prefix="pdplane-")  # mode 0700
+        path = f"{_MARK}pdplane-{secrets.token_hex(16)}" if folder is None else str(Path(folder) / "data")
+        return UnixDoor(_listening(address_of(path)), path, folder)
+    except OSError as error:  # no folder, or a path beyond the 104 or 108 bytes of an address
+        logger.warning("no Unix socket, peers of this host stay on tcp: %s", error)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         return None
+
+
+def _listening(address: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    path = str(Path(folder) / "data")
     try:
-        listener.bind(path)
+        listener.bind(address)
         listener.listen(_BACKLOG)
         listener.settimeout(0)
-    except OSError as error:  # a path beyond the 104 or 108 bytes of an address, for one
+    except OSError:
         listener.close()
-        with contextlib.suppress(OSError):
-            shutil.rmtree(folder)
-        logger.warning("no Unix socket at %s, peers of this host stay on tcp: %s", path, error)
-        return None
-    return UnixDoor(listener, path)
+        raise
+    return listener

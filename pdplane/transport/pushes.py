@@ -68,13 +68,13 @@ class Outbox:
         self._queued: dict[Room, deque[Job]] = {}  # the next room in turn first
         self._count = 0
         self._pending: dict[Key, Job] = {}
-        self._closed = False
+        self._closed = self._retired = False
 
     def submit(self, push: Push) -> bool:
-        """Queue a push; False when the outbox is closed. A push beyond the bound is queued as refused."""
+        """Queue a push; False when the outbox takes no more. A push beyond the bound is queued as refused."""
         job = Job(push, push.copies.nbytes)
         with self._changed:
-            if self._closed:
+            if self._closed or self._retired:
                 return False
             if push.key in self._pending:
                 raise LocalProtocolError(f"push {push.push} of room {push.room} is under way already")
@@ -82,7 +82,6 @@ class Outbox:
                 job = Job(_without_bytes(push), job.nbytes, refusal="too many pushes are queued")
             self._pending[push.key] = job
             self._enqueue(job)
-            self._changed.notify()
         return True
 
     def cancel(self, room: Room, generation: Generation) -> None:
@@ -136,21 +135,27 @@ class Outbox:
             return self._pending.pop(key, None)
 
     def finish_all(self) -> list[Job]:
-        """End every push, in the order of submission."""
+        """End every push, in the order of submission, and take no more."""
         with self._changed:
+            self._retired = True
             jobs = list(self._pending.values())
             self._pending.clear()
             self._requeue([])
             return jobs
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until a push is pending (True) or the outbox is closed (False); with a time, for the close only."""
+    def wait_closed(self, timeout_s: float | None = None) -> bool:
+        """Wait for `close`; False when the time is over first."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (timeout_s is None and bool(self._pending)), timeout_s)
-            return not self._closed
+            return self._changed.wait_for(lambda: self._closed, timeout_s)
+
+    def retire(self) -> bool:
+        """Take no more pushes if none is pending: whether that is so."""
+        with self._changed:
+            self._retired = self._retired or not self._pending
+            return self._retired
 
     def close(self) -> None:
-        """Accept no more pushes."""
+        """Take no more pushes; ends every `wait`."""
         with self._changed:
             self._closed = True
             self._changed.notify()

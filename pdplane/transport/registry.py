@@ -36,6 +36,9 @@ class Sender(Protocol):
     def submit(self, push: Push) -> None:
         """Queue a push; never blocks. It ends in one `Pushed` or `PushFailed`. Raises LocalProtocolError."""
 
+    def offer(self, push: Push) -> bool:
+        """As `submit`, but False, and no report, when the connection is over: it takes another sender."""
+
     def cancel(self, room: Room, generation: Generation) -> None:
         """End the room's pushes at the next segment border; those sent whole still await their answer."""
 

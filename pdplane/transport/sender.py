@@ -96,6 +96,7 @@ class PushSender:
         self._progress_s = 0.0
         self._attempts = 0
         self._resumable = True
+        self._over = "the connection is over"
         self._closing = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -111,11 +112,17 @@ class PushSender:
 
     def submit(self, push: Push) -> None:
         """Queue a push; never blocks. Raises LocalProtocolError for copies outside the arena or a live number."""
+        if not self.offer(push):
+            cause = _CLOSED if self._closing else self._over
+            self._report(PushFailed(self._session, push.room, push.generation, push.push, cause))
+
+    def offer(self, push: Push) -> bool:
+        """As `submit`, but a push that comes too late is not taken (False) and nothing is reported of it."""
         check_push(push, self._arena.nbytes)
-        if self._outbox.submit(push):
+        taken = self._outbox.submit(push)
+        if taken:
             self._current().wake()
-        else:
-            self._report(PushFailed(self._session, push.room, push.generation, push.push, _CLOSED))
+        return taken
 
     def cancel(self, room: Room, generation: Generation) -> None:
         """End the room's queued pushes, and the one being sent at its next segment border."""
@@ -164,11 +171,10 @@ class PushSender:
             if died:
                 self._outbox.close()
             self._end(end)
-        while self._outbox.wait():
-            self._fail_all(end.cause)
-        self._fail_all(_CLOSED)
+        self._outbox.wait_closed()
 
     def _end(self, end: ConnectFailed | Disconnected) -> None:
+        self._over = end.cause
         self._line.close()
         self._fail_all(_CLOSED if self._closing else end.cause)
         if not self._closing:
@@ -201,7 +207,8 @@ class PushSender:
             return False
         for job in self._outbox.resume(self._options.resume_tries):
             self._fail(job.push, "cancelled" if job.cancelled else end.cause)
-        return len(self._outbox) > 0 and self._outbox.wait(self._options.resume_pause_s * self._attempts)
+        self._over = end.cause
+        return not self._outbox.retire() and not self._outbox.wait_closed(self._options.resume_pause_s * self._attempts)
 
     def _resume(self, cut: ConnectFailed | Disconnected) -> Disconnected:
         """Connect again and send what is left: whole segments that landed before count once."""

@@ -6,8 +6,9 @@
     ATTACH session number, way, nonce address, nonce, arena base, arena bytes -->
                                                             <-- ATTACHED way   (or REFUSED reason)
 
-The session number is 64 random bits that only the two ends of the TCP connection know; the path lies in a
-directory that only its user can enter. ATTACHED ends the TCP connection: from then on the Unix socket carries
+The session number is 64 random bits that only the two ends of the TCP connection know. A path that begins
+with "@" is an abstract name, where each side asks the kernel for the other's user; any other lies in a folder
+that only its user can enter. ATTACHED ends the TCP connection: from then on the Unix socket carries
 the frames. The way is `unix` (bytes over the socket) or `pull` (the receiver reads the sender's memory); a
 receiver that was asked for `pull` and cannot answers `unix`. Whatever goes wrong before ATTACHED leaves the
 TCP connection as it was, and the sender goes on with that.

@@ -93,6 +93,13 @@ class StripedSender:
         for stream, copies in parts:
             self._streams[stream].submit(attrs.evolve(push, copies=copies))
 
+    def offer(self, push: Push) -> bool:
+        """As `submit`, unless a stream is known to be over."""
+        if self._end is not None or self._closing:
+            return False
+        self.submit(push)
+        return True
+
     def cancel(self, room: Room, generation: Generation) -> None:
         for stream in self._streams:
             stream.cancel(room, generation)

@@ -24,3 +24,10 @@ def tcp() -> Iterator[Ends]:
     made = Ends("tcp")
     yield made
     made.close()
+
+
+@pytest.fixture
+def pulled() -> Iterator[Ends]:
+    made = Ends("pull")
+    yield made
+    made.close()

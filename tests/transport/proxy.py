@@ -16,14 +16,24 @@ _CHUNK = 64 << 10
 class Proxy:
     """Forwards connections one after another; faults count the bytes that the client has sent.
 
-    `cut_after`: both sides are closed after that many forwarded bytes (once). `stall_after`: nothing more
-    is read from the client until `release`. `mute`: the server's bytes are not forwarded after its greeting.
+    `cut_after`: both sides are closed after that many forwarded bytes, in the first `cuts` connections; the next one
+    leads to `then`. `stall_after`: nothing more is read from the client until `release`. `mute`: the server's bytes
+    are not forwarded after its greeting. `flip_at`: that byte from the client arrives changed.
     """
 
     def __init__(
-        self, target: Endpoint, *, cut_after: int | None = None, stall_after: int | None = None, mute: bool = False
+        self,
+        target: Endpoint,
+        *,
+        cut_after: int | None = None,
+        cuts: int = 1,
+        then: Endpoint | None = None,
+        stall_after: int | None = None,
+        mute: bool = False,
+        flip_at: int | None = None,
     ) -> None:
-        self._target, self._cut_after, self._stall_after, self._mute = target, cut_after, stall_after, mute
+        self._target, self._then, self._cuts = target, then, cuts
+        self._cut_after, self._stall_after, self._mute, self._flip_at = cut_after, stall_after, mute, flip_at
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = Endpoint("127.0.0.1", self._listener.getsockname()[1])
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -48,6 +58,11 @@ class Proxy:
         self._stall_after = None
         self._wake_writer.send(b"x")
 
+    def cut(self) -> None:
+        """Close both sides now."""
+        self._cutting = True
+        self._wake_writer.send(b"x")
+
     def _run(self) -> None:
         while not self._closing:
             ready, _, _ = select.select([self._listener, self._wake_reader], [], [])
@@ -62,13 +77,15 @@ class Proxy:
     def _forward(self, client: socket.socket, server: socket.socket) -> None:
         """Until one side ends, the cut is due or the proxy closes."""
         self._sent = self._answers = 0
+        self._cutting = False
         going = True
         while going and not self._closing:
             sources = [server, self._wake_reader] if self._held() else [client, server, self._wake_reader]
             ready, _, _ = select.select(sources, [], [])
             if self._wake_reader in ready:
                 self._wake_reader.recv(1)
-            if client in ready:
+                going = not self._cutting
+            if going and client in ready:
                 going = self._up(client, server)
             if going and server in ready:
                 going = self._down(client, server)
@@ -82,12 +99,18 @@ class Proxy:
     def _up(self, client: socket.socket, server: socket.socket) -> bool:
         limits = [limit - self._sent for limit in (self._cut_after, self._stall_after) if limit is not None]
         data = client.recv(min([_CHUNK, *limits]))
-        server.sendall(data)
+        server.sendall(self._flipped(data))
         self._sent += len(data)
         if self._sent == self._cut_after:
-            self._cut_after = None
+            self._cuts -= 1
+            self._cut_after = self._cut_after if self._cuts else None
+            self._target = self._then or self._target
             return False
         return bool(data)
+
+    def _flipped(self, data: bytes) -> bytes:
+        at = -1 if self._flip_at is None else self._flip_at - self._sent
+        return data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :] if 0 <= at < len(data) else data
 
     def _down(self, client: socket.socket, server: socket.socket) -> bool:
         data = server.recv(_CHUNK)

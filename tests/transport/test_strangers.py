@@ -7,7 +7,6 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -15,59 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdplane.ids import Generation, Life, Rank, Room
-from pdplane.transport.fence import Writer
+from pdplane.ids import Generation, Rank, Room
 from pdplane.transport.framing import HEADER_BYTES, Header, Kind, decode_header, encode_header, encode_segment
-from pdplane.transport.greeting import PREFIX_BYTES, GreetingKind, SenderGreeting, decode_body, decode_prefix, encode
+from pdplane.transport.greeting import GreetingKind, encode
 from pdplane.transport.options import TransportOptions
 from pdplane.transport.reports import Connected, ConnectFailed, Pushed, WriterCut
 from tests.transport.ends import DECODE_LIFE, Decode, Ends, push, random_arena, u64, whole
+from tests.transport.stranger import stranger
 
 SEGMENT = Header(Kind.SEGMENT, 0, Room(7), Generation(1), 0, count=2, nbytes=32, last=True)
-
-
-class Stranger:
-    """A raw client socket of a receiver."""
-
-    def __init__(self, decode: Decode) -> None:
-        endpoint = decode.receiver.endpoint
-        self.decode = decode
-        self.socket = socket.create_connection((endpoint.host, endpoint.port))
-        self.socket.settimeout(30)
-
-    def greet(self, rank: int = 9) -> int:
-        """Greet as a writer should; the session number."""
-        greeting = SenderGreeting(self.decode.session, Writer(Rank(rank), Life("stranger")), None)
-        self.socket.sendall(greeting.hello())
-        self.socket.sendall(greeting.welcome(*self.message()))
-        return greeting.accepted(*self.message()).session_number
-
-    def message(self) -> tuple[GreetingKind, tuple[str, ...]]:
-        kind, length = decode_prefix(self.read(PREFIX_BYTES))
-        return kind, decode_body(kind, self.read(length))
-
-    def read(self, count: int) -> bytes:
-        data = self.socket.recv(count, socket.MSG_WAITALL)
-        assert len(data) == count
-        return data
-
-    def is_closed_by_peer(self) -> bool:
-        """Wait for the end of the stream, whatever comes before it."""
-        with contextlib.suppress(ConnectionError):
-            while self.socket.recv(4096):
-                pass
-        return True
-
-    def send(self, data: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # the receiver may have given up already
-            self.socket.sendall(data)
-
-
-@contextlib.contextmanager
-def stranger(decode: Decode) -> Iterator[Stranger]:
-    made = Stranger(decode)
-    with made.socket:
-        yield made
 
 
 def serves_on(tcp: Ends, decode: Decode) -> bool:
