@@ -19,6 +19,7 @@ _NODE = _BASE | {"wire", "machine", "control", "transport", "plane", "engine", "
 ALLOWED: dict[str, set[str]] = {
     "ids": set(),
     "errors": {"ids"},
+    "options": {"ids"},
     "security": _LOW,
     "kv": _LOW | {"security"},
     "messages": _LOW | {"security", "kv"},
@@ -32,8 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "serving": _NODE,
     "workers": _NODE,
     "testing": _NODE,
-    "bench": _NODE | {"serving", "testing", "workers"},
-    "cli": _NODE | {"serving", "testing", "workers", "bench"},
+    "bench": _NODE | {"serving", "testing", "workers", "options"},
+    "cli": _NODE | {"serving", "testing", "workers", "bench", "options"},
     "__init__": _BASE | {"machine", "plane"},  # the library's public names; loaded when first asked for
     "__main__": {"cli"},
 }

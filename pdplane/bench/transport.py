@@ -15,8 +15,8 @@ from typing import Any
 
 from pdplane.bench.measure import Measurement, Plan
 from pdplane.bench.transport_tables import print_tables
-from pdplane.cli.options import count, size
 from pdplane.errors import ConfigError
+from pdplane.options import count, size
 from pdplane.transport.checksum import XXH3
 
 WAYS = ("tcp", "unix", "pull")

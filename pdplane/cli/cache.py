@@ -12,8 +12,8 @@ from typing import Any
 import attrs
 
 from pdplane.cli.daemon import mlx_needed
-from pdplane.cli.options import count, duration, endpoint
 from pdplane.errors import ConfigError, PdplaneError
+from pdplane.options import count, duration, endpoint
 from pdplane.workers.wp30_client import Wp30Client, Wp30Reply, expect
 
 _COUNTS = ("transport_bytes", "send_ms", "roundtrip_ms", "reply_bytes", "request_bytes", "reply_frame_bytes", "wait_ms")

@@ -6,10 +6,10 @@ import argparse
 import logging
 
 from pdplane.cli.daemon import mlx_needed
-from pdplane.cli.options import count, duration, port, size
 from pdplane.cli.worker_life import add_worker_flags, run_worker
 from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, EngineOptions
 from pdplane.ids import Endpoint
+from pdplane.options import count, duration, port, size
 from pdplane.plane.config import is_loopback
 
 logger = logging.getLogger(__name__)

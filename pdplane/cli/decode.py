@@ -12,7 +12,6 @@ from aiohttp import web
 from pdplane.cli.daemon import mlx_needed, run_daemon
 from pdplane.cli.experts import add_expert_flags, attaching_experts
 from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_options, plane_fields
-from pdplane.cli.options import duration, port
 from pdplane.cli.ranks import RankProcess, Seat, follow, lead, seat_here, seated
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError
@@ -23,6 +22,7 @@ from pdplane.node.protocols import DecodeEngine, DecodeRequest
 from pdplane.node.protocols import DecodeNode as ServedNode
 from pdplane.node.rank_words import Request
 from pdplane.node.ranks import Ranks
+from pdplane.options import duration, port
 from pdplane.plane.config import DecodeConfig
 from pdplane.serving.decode import decode_app
 

@@ -25,10 +25,10 @@ from rich.table import Table
 
 from pdplane.cli.children import Child, ChildFailed, Children
 from pdplane.cli.generate import Printer, Wanted, ask
-from pdplane.cli.options import count
 from pdplane.cli.yardstick import Question
 from pdplane.ids import Endpoint, new_room
 from pdplane.kv.manifest import blocks_needed
+from pdplane.options import count
 from pdplane.wire import decode_layout
 
 REAL, FALLBACK = "smollm2", "tiny:llama"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from pdplane.cli.daemon import mlx_needed
-from pdplane.cli.options import count, duration, endpoint, size
 from pdplane.cli.worker_life import add_worker_flags, run_worker
+from pdplane.options import count, duration, endpoint, size
 from pdplane.workers.tx1 import FrameLimits, Token
 
 

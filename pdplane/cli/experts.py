@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pdplane.cli.daemon import mlx_needed
-from pdplane.cli.options import count, duration, endpoint
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
+from pdplane.options import count, duration, endpoint
 
 if TYPE_CHECKING:
     from pdplane.engine.model import Prepare

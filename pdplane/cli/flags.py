@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 
 from pdplane.cli.logs import LEVELS
-from pdplane.cli.options import count, duration, port, size, whole
 from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, PAGE_LAYOUTS, EngineOptions
 from pdplane.errors import ConfigError
+from pdplane.options import count, duration, port, size, whole
 from pdplane.security import Secret
 from pdplane.transport.checksum import XXH3
 from pdplane.transport.options import MOONCAKE_PROTOCOLS, TransportOptions

@@ -18,10 +18,10 @@ import attrs
 from yarl import URL
 
 from pdplane.cli.experts import add_expert_flags
-from pdplane.cli.options import count, duration, room, url
 from pdplane.control.exchange import reason_in
 from pdplane.errors import ConfigError, PdplaneError
 from pdplane.ids import Room, new_room
+from pdplane.options import count, duration, room, url
 
 _OTHER_LEG_S = 0.5
 """How long a failure waits for the other leg's reason, which may be the better one."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import zmq
 
 from pdplane.cli.described import KINDS, Described, Describer
-from pdplane.cli.options import count
 from pdplane.errors import ConfigError
+from pdplane.options import count
 
 _FORMAT = """
 Hex lines: a message is one line with its frames separated by blanks, or one frame a line with an empty line after the

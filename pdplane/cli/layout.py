@@ -7,8 +7,8 @@ import json
 
 from pdplane.cli.daemon import mlx_needed
 from pdplane.cli.flags import TOY, add_model_flags, engine_options
-from pdplane.cli.options import count
 from pdplane.errors import ConfigError
+from pdplane.options import count
 from pdplane.wire import encode_layout
 
 

@@ -11,7 +11,6 @@ import attrs
 from pdplane.cli.daemon import mlx_needed, run_daemon
 from pdplane.cli.experts import add_expert_flags, attaching_experts
 from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_options, plane_fields
-from pdplane.cli.options import endpoint, port
 from pdplane.cli.ranks import RankProcess, Seat, follow, lead, seat_here, seated
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError
@@ -21,6 +20,7 @@ from pdplane.node.prefill import PrefillLeg, PrefillNode
 from pdplane.node.protocols import PrefillEngine, PrefillRequest
 from pdplane.node.rank_words import Request
 from pdplane.node.ranks import Ranks
+from pdplane.options import endpoint, port
 from pdplane.plane.config import PrefillConfig
 from pdplane.serving.prefill import prefill_app
 

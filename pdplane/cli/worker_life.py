@@ -13,10 +13,10 @@ from aiohttp import web
 
 from pdplane.cli.daemon import StopSignal
 from pdplane.cli.logs import LEVELS, set_up_logging
-from pdplane.cli.options import port
 from pdplane.cli.parent import exit_with_parent
 from pdplane.control.http_thread import HttpThread
 from pdplane.ids import Endpoint
+from pdplane.options import port
 
 _LOOK_S = 0.1
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdplane.cli import options
+from pdplane import options
 from pdplane.cli.flags import add_model_flags, engine_options
 from pdplane.cli.logs import JsonFormatter
 from pdplane.ids import Endpoint
