@@ -147,7 +147,7 @@ def ready_line(role: str, http: Endpoint, info: Mapping[str, Any]) -> dict[str, 
 
 
 def _died(role: str) -> int:
-    print(f"pdplane {role}: a thread of the node has died; see the log", file=sys.stderr)
+    print(f"pdplane {role}: a thread or a rank of the node is gone; see the log", file=sys.stderr)
     return 1
 
 

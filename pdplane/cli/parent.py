@@ -6,10 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _STDIN = 0
 _GRACE_S = 20.0
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
 def exit_with_parent(spoken_to: Callable[[], None] = lambda: None) -> None:
@@ -28,6 +30,23 @@ def leave_within(limit_s: float) -> None:
     will never come, cannot be interrupted, and the thread inside it cannot be joined.
     """
     threading.Thread(target=_leave, args=(limit_s,), name="pdplane-leave", daemon=True).start()
+
+
+@contextmanager
+def killable(limit_s: int) -> Iterator[None]:
+    """Inside the block the kernel ends the process at a signal, or after the limit; the main thread only.
+
+    For a call that waits without letting go of the interpreter, as MLX does until all ranks have come: no handler and
+    no thread of ours would run.
+    """
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in _ENDS}
+    signal.alarm(limit_s)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave(limit_s: float) -> None:

@@ -22,7 +22,7 @@ from aiohttp import web
 from pdplane.cli.daemon import StopSignal, mlx_needed, run_daemon
 from pdplane.cli.flags import TOY, DaemonOptions
 from pdplane.cli.logs import set_up_logging
-from pdplane.cli.parent import exit_with_parent, leave_within
+from pdplane.cli.parent import exit_with_parent, killable, leave_within
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.rank_link import RankLink, RankListener, connect_rank
 from pdplane.errors import ConfigError
@@ -40,6 +40,7 @@ C = TypeVar("C", bound=PlaneConfig)
 L = TypeVar("L", bound=Lead)
 
 _LOST_S = 5.0  # for an orderly end without the others
+_MEETING_S = 120
 _GRACE_S = 20.0  # after the requests that run had their time
 _LOOK_S = 0.1
 _OWN_PORTS = ("control_port", "legacy_port", "data_port", "status_port")
@@ -105,12 +106,12 @@ class RankProcess:
         leave_within(_LOST_S)
 
     def ends(self) -> None:
-        """An orderly end begins; it may not take for ever."""
-        leave_within(self._options.drain_timeout_s + _GRACE_S)
+        """An orderly end begins; it may not take for ever. Who waits for ranks that never came has nothing to end."""
+        leave_within(self._options.drain_timeout_s + _GRACE_S if self.group.is_open else _LOST_S)
 
     def meet_as_first(self) -> list[RankLink]:
         """Rank 0: open the group, tell the others where we listen, wait for them. Raises ConfigError."""
-        self.group.open()
+        self._open()
         listener = RankListener(self._config.host)
         try:
             address = Endpoint(self._config.advertised, listener.port)
@@ -121,9 +122,14 @@ class RankProcess:
 
     def meet_first(self) -> RankLink:
         """Another rank: open the group and connect to rank 0. Raises ConfigError."""
-        self.group.open()
+        self._open()
         address, _, word = self.group.tell_all(b"").decode("ascii").partition(" ")
         return connect_rank(Endpoint.parse(address), word, self.seat.rank)
+
+    def _open(self) -> None:
+        logger.info("rank %s of %s waits for the others, %s s at most", self.seat.rank, self.seat.size, _MEETING_S)
+        with killable(_MEETING_S):
+            self.group.open()
 
 
 def lead(

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from pdplane.errors import ConfigError
+from pdplane.errors import ConfigError, WireError
 from pdplane.ids import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -59,11 +59,15 @@ class RankLink:
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
-    def wait_end(self, timeout_s: float) -> None:
-        """Say nothing more and wait until the other side has ended too."""
+    def part(self, word: str) -> None:
+        """Say a last word; the end of the other side is no loss from now on."""
         self._closing.set()
+        self.send(word)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
+
+    def wait_end(self, timeout_s: float) -> None:
+        """Wait until the other side has ended too; what it says until then is heard."""
         if self._threads:
             self._threads[0].join(timeout_s)
 
@@ -82,14 +86,16 @@ class RankLink:
         try:
             with self._socket.makefile("rb") as lines:
                 while line := lines.readline(_MAX_LINE):
-                    kind, number, text = json.loads(line)
-                    if kind != "beat":
-                        on_message((str(kind), int(number), str(text)))
+                    message = _parse(line)
+                    if message[0] != "beat":
+                        on_message(message)
             reason = f"{self.name} is gone"
         except TimeoutError:
             reason = f"{self.name} is gone: silent for {_SILENCE_S:g} s"
         except OSError as error:
             reason = f"{self.name} is gone: {error.strerror or error}"
+        except WireError as error:
+            reason = f"{self.name} speaks in another way: {error}"
         finally:  # also after a bug of ours, whose traceback follows
             if not self._closing.is_set():
                 on_lost(reason)
@@ -97,6 +103,14 @@ class RankLink:
     def _beat(self) -> None:
         while not self._closing.wait(_BEAT_S):
             self.send("beat")
+
+
+def _parse(line: bytes) -> Message:
+    try:
+        kind, number, text = json.loads(line)
+        return str(kind), int(number), str(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise WireError("rank link", f"no line of ours: {line[:40]!r}") from error
 
 
 class RankListener:

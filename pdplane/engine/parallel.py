@@ -55,6 +55,11 @@ class RankGroup:
         self.thread.close()
 
     @property
+    def is_open(self) -> bool:
+        """The ranks have met."""
+        return self._group is not None
+
+    @property
     def distributed(self) -> Any:  # noqa: ANN401  (mlx has no name for its type here)
         """What `shard()` takes; InternalError before `open`."""
         if self._group is None:

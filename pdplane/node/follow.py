@@ -13,7 +13,7 @@ from pdplane.control.rank_link import Message, RankLink
 from pdplane.errors import ConfigError, PdplaneError
 from pdplane.ids import Endpoint, Room
 from pdplane.node.legs import open_future
-from pdplane.node.rank_words import Request, SharedThread, read_request
+from pdplane.node.rank_words import Request, SharedThread, cause_of, read_request
 from pdplane.node.ranks import Handle
 
 BeginLeg = Callable[[Request], Handle[Any]]
@@ -120,7 +120,7 @@ class Follower:
                 raise ConfigError("this rank is not up")
             leg.here = self._begin(read_request(room, text))
         except PdplaneError as error:
-            self._link.send("failed", room, str(error))
+            self._link.send("failed", room, cause_of(error))
             self._one_end(leg)
             return
         leg.here.done.add_done_callback(lambda done: self._ended(leg, done))
@@ -128,7 +128,7 @@ class Follower:
     def _ended(self, leg: FollowedLeg, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
-            self._link.send("failed", leg.room, str(error))
+            self._link.send("failed", leg.room, cause_of(error))
         self._one_end(leg)
 
     def _one_end(self, leg: FollowedLeg) -> None:

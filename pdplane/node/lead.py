@@ -47,7 +47,7 @@ class Lead:
 
     @property
     def alive(self) -> bool:
-        return self._inner.alive and self._ranks.trouble is None
+        return self._inner.alive and self._ranks.trouble is None and not self._ranks.parting
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeAlias
 
+from pdplane.errors import RoomFailed
 from pdplane.ids import Endpoint, Room
 from pdplane.node.protocols import DecodeRequest, PrefillRequest
 
@@ -37,6 +38,11 @@ class SharedThread(Protocol):
     def turn(self, key: int) -> None: ...
 
     def end(self, key: int) -> None: ...
+
+
+def cause_of(error: BaseException) -> str:
+    """Why a leg failed, without the room and its story, which the other ranks have of their own."""
+    return error.cause if isinstance(error, RoomFailed) else str(error)
 
 
 def write_request(request: Request) -> str:

@@ -21,7 +21,7 @@ from pdplane.control.rank_link import Message, RankLink
 from pdplane.errors import LocalProtocolError, PdplaneError, RoomFailed
 from pdplane.ids import Room
 from pdplane.node.legs import open_future
-from pdplane.node.rank_words import Request, SharedThread, write_request
+from pdplane.node.rank_words import Request, SharedThread, cause_of, write_request
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,9 @@ class Ranks:
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self.trouble: str | None = None
+        """Why the ranks cannot go on together."""
+        self.parting = False
+        """A rank was asked to stop: what runs may finish."""
 
     def start(self, links: Sequence[RankLink], on_lost: Callable[[str], None]) -> None:
         """Listen to the other ranks. `on_lost` is told once why they cannot go on together."""
@@ -131,8 +134,9 @@ class Ranks:
 
     def close(self) -> None:
         """Part from the others, which end too, and fail what is left; idempotent."""
-        self.tell("bye")
         deadline = time.monotonic() + _PARTING_S
+        for link in self._links:
+            link.part("bye")
         for link in self._links:
             link.wait_end(max(0.0, deadline - time.monotonic()))
         for link in self._links:
@@ -162,8 +166,8 @@ class Ranks:
         if kind == "up":
             self._up.add(rank)
         elif kind == "leave":
-            self.trouble = self.trouble or f"rank {rank} was asked to stop"
-            logger.warning("%s, so all ranks stop", self.trouble)
+            self.parting = True
+            logger.warning("rank %s was asked to stop, so all ranks stop", rank)
         elif kind == "ready":
             self._thread.arrived(rank, number, text)
         else:
@@ -190,7 +194,7 @@ class Ranks:
     def _ended_here(self, leg: SharedLeg[Any], over: Future[None]) -> None:
         error = leg.here.done.exception()
         if error is not None:
-            self.tell("cancel", leg.room, str(error))
+            self.tell("cancel", leg.room, cause_of(error))
             self._thread.abandon(leg.room)
         over.add_done_callback(lambda _: self._events.put(lambda: self._done(leg, 0)))
 

@@ -45,12 +45,12 @@ class RankedDaemon:
         self._hosts = tempfile.NamedTemporaryFile("w")  # noqa: SIM115  (closed in `close`)
         self.ready: dict[str, Any] = {}
         self.everybody: set[int] = set()
-        first = _free_ports(size)
+        hosts = free_ports(size)
         if launcher:
-            words = [str(LAUNCHER), "-n", str(size), "--starting-port", str(first), "--", *words]
+            words = [str(LAUNCHER), "-n", str(size), "--starting-port", str(hosts[0]), "--", *words]
             self._processes = [self._start(words)]
         else:
-            json.dump([[f"127.0.0.1:{first + rank}"] for rank in range(size)], self._hosts)
+            json.dump([[f"127.0.0.1:{port}"] for port in hosts], self._hosts)
             self._hosts.flush()
             self._processes = [
                 self._start(words, MLX_RANK=str(rank), MLX_HOSTFILE=self._hosts.name) for rank in range(size)
@@ -164,8 +164,8 @@ def generate(prefill: RankedDaemon, decode: RankedDaemon, tokens: list[int], cou
     return ids
 
 
-def _free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody has now."""
+def free_ports(count: int) -> range:
+    """As many ports in a row that nobody has now."""
     while True:
         with ExitStack() as stack:
             first = stack.enter_context(closing(socket.socket()))
@@ -176,7 +176,7 @@ def _free_ports(count: int) -> int:
                     stack.enter_context(closing(socket.socket())).bind(("127.0.0.1", port + number))
             except (OSError, OverflowError):
                 continue
-            return port
+            return range(port, port + count)
 
 
 def _command(pid: int) -> bytes:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +16,9 @@ from pdplane.engine.model import load_model
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.reference import single_process
 from pdplane.engine.thread import EngineThread
-from tests.cli.daemons import PATIENCE_S
+from tests.cli.daemons import PATIENCE_S, command
 from tests.cli.processes import wait_gone
-from tests.cli.rank_daemons import STEP, RankedDaemon, generate, needs_launcher, ranked
+from tests.cli.rank_daemons import STEP, RankedDaemon, free_ports, generate, needs_launcher, ranked
 from tests.http_client import ask
 from tests.waiting import until
 
@@ -102,3 +105,21 @@ def test_a_model_that_mlx_lm_cannot_split_is_refused_with_a_sentence() -> None:
         said = daemon.log
     assert "pdplane prefill: model 'tiny:gemma3' cannot be split over 2 ranks: mlx-lm has no shard() for" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_others_never_come_still_ends_at_a_signal(rank: int, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    process = subprocess.Popen(
+        command("prefill", "--model", "tiny:llama", "--port", "0", "--bootstrap-port", "0"),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
+    )
+    with process:
+        assert process.stderr is not None
+        assert f"rank {rank} of 2 waits for the others" in process.stderr.readline()
+        process.terminate()
+        assert process.wait(PATIENCE_S) in (0, -signal.SIGTERM)
