@@ -25,7 +25,7 @@ from pdplane.engine.token_major import legacy_layout
 from pdplane.engine.token_pages import TokenPages
 from pdplane.errors import ConfigError, InternalError
 from pdplane.ids import GroupId
-from pdplane.kv.arena import Arena
+from pdplane.kv.arena import PAGE_BYTES, Arena
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import blocks_needed
 from pdplane.kv.pool import Pool
@@ -182,10 +182,14 @@ def plan(leaves: Sequence[Leaf], options: EngineOptions, tp_size: int = 1) -> La
 
 def _arena(layout: Layout) -> Arena:
     # Two axes: an MLX array cannot have 2**31 elements along one.
-    shape = (layout.num_lcm_blocks + 1, layout.lcm_block_bytes)
+    # The rows beyond the layout's are room to begin at a page's border.
+    spare = -(-PAGE_BYTES // layout.lcm_block_bytes)
+    shape = (layout.num_lcm_blocks + 1 + spare, layout.lcm_block_bytes)
     try:
         memory = mx.zeros(shape, dtype=mx.uint8)
         mx.eval(memory)
     except RuntimeError as error:
         raise ConfigError(f"no memory for an arena of {layout.arena_bytes} bytes") from error
-    return Arena(np.array(memory, copy=False).reshape(-1))
+    arena = Arena.within(np.array(memory, copy=False).reshape(-1), layout.arena_bytes)
+    arena.gather_pages()
+    return arena

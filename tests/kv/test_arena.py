@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pdplane.errors import ConfigError
-from pdplane.kv.arena import Arena
+from pdplane.kv.arena import PAGE_BYTES, Arena
 
 
 def test_wraps_without_a_copy() -> None:
@@ -49,3 +49,26 @@ def test_buffers_that_cannot_be_an_arena(buffer: object, text: str) -> None:
 def test_sizes_that_cannot_be_had(nbytes: int) -> None:
     with pytest.raises(ConfigError, match=str(nbytes)):
         Arena.zeros(nbytes)
+
+
+def test_an_arena_begins_at_a_pages_border() -> None:
+    for nbytes in (1, 4096, 5 << 20):
+        arena = Arena.zeros(nbytes)
+        assert (arena.base % PAGE_BYTES, arena.nbytes) == (0, nbytes)
+        assert not arena.bytes.any()
+    memory = np.arange(3 * PAGE_BYTES, dtype=np.uint32).view(np.uint8)
+    for start in (0, 1, 8, 100):
+        arena = Arena.within(memory[start : start + 2 * PAGE_BYTES], PAGE_BYTES)
+        assert (arena.base % PAGE_BYTES, arena.nbytes) == (0, PAGE_BYTES)
+        arena.bytes[:] = start
+        assert (memory == start).sum() >= PAGE_BYTES
+    with pytest.raises(ConfigError, match="does not fit"):
+        Arena.within(memory[: PAGE_BYTES - 1], PAGE_BYTES)
+
+
+def test_huge_pages_change_no_byte() -> None:
+    memory = np.random.default_rng(0).integers(0, 256, 5 << 20, dtype=np.uint8)
+    before = memory.copy()
+    assert Arena(memory).gather_pages() in (True, False)
+    assert (memory == before).all()
+    assert not Arena(memory[1:100]).gather_pages()
