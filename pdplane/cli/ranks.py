@@ -32,7 +32,7 @@ from pdplane.node.follow import BeginLeg, Follower
 from pdplane.node.lead import Lead, Meet
 from pdplane.node.prefill import PrefillNode
 from pdplane.node.ranks import Ranks
-from pdplane.plane.config import PlaneConfig
+from pdplane.plane.config import PlaneConfig, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,11 @@ _OWN_PORTS = ("control_port", "legacy_port", "data_port", "status_port")
 
 @attrs.frozen
 class Seat:
-    """A process's place among the ranks of a split model."""
+    """A process's place among the ranks of a split model; `host` is its own address on their ring."""
 
     rank: int
     size: int
+    host: str
 
 
 def seat_here(environ: Mapping[str, str] = os.environ) -> Seat | None:
@@ -66,17 +67,22 @@ def seat_here(environ: Mapping[str, str] = os.environ) -> Seat | None:
         with open(file, encoding="utf-8") as opened:
             text = opened.read().strip()
         hosts = json.loads(text) if text else []
-        seat = Seat(int(rank), len(hosts))
-    except (OSError, ValueError, TypeError) as error:
+        if len(hosts) < 2:
+            return None
+        if not 0 <= int(rank) < len(hosts):
+            raise ConfigError(f"MLX_RANK is {rank}, but MLX_HOSTFILE names {len(hosts)} ranks")
+        return Seat(int(rank), len(hosts), Endpoint.parse(hosts[int(rank)][0]).host)
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"MLX_RANK={rank} and MLX_HOSTFILE={file} describe no ranks: {error}") from error
-    if seat.size > 1 and not 0 <= seat.rank < seat.size:
-        raise ConfigError(f"MLX_RANK is {rank}, but MLX_HOSTFILE names {seat.size} ranks")
-    return seat if seat.size > 1 else None
 
 
 def seated(config: C, seat: Seat) -> C:
-    """The config of this rank."""
+    """The config of this rank: --advertise-host is rank 0's; on other machines the others tell their ring address."""
     changes: dict[str, Any] = {"tp_size": seat.size, "tp_rank": seat.rank}
+    if seat.rank > 0 and not is_loopback(config.host) and not is_loopback(seat.host):
+        changes["advertise_host"] = seat.host
     for name in _OWN_PORTS:
         if getattr(config, name, 0):
             changes[name] = getattr(config, name) + seat.rank
