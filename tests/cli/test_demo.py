@@ -56,6 +56,7 @@ def test_the_table_says_it_all() -> None:
     assert "\x1b" not in told.stdout  # what a random model says must not command the terminal
 
 
+@pytest.mark.slow
 def test_one_token_needs_no_decode_step() -> None:
     told = demo("--model", "tiny:llama", "--max-tokens", "1", "--json")
     assert told.returncode == 0, told.stderr
