@@ -48,6 +48,7 @@ class _Traffic:
 
     pushed_bytes: int = 0
     push_seconds: float = 0.0
+    resumed: int = 0  # cuts whose pushes were sent again
 
     def add(self, connection: _Connection, key: pushes.Key, nbytes: int, now: float) -> None:
         began = connection.began.pop(key, now)
@@ -67,7 +68,6 @@ class Senders:
         self._one_sided = {scheme: is_one_sided(scheme) for scheme in (config.transport, self._legacy_scheme)}
         self._connections: dict[tuple[SessionId, Life], _Connection] = {}
         self._lock = threading.Lock()
-        self._totals: Counter[str] = Counter()
         self._traffic = _Traffic()
         self._ending: list[Sender] = []  # told to stop; a slow name look-up may keep a thread for a while
 
@@ -75,11 +75,11 @@ class Senders:
         return len(self._connections)
 
     def counts(self) -> dict[str, Any]:
-        """Open connections by what carries their bytes, cuts whose pushes were sent again, and the traffic so far."""
+        """Open connections by what carries their bytes, and the traffic so far."""
         ways = Counter(connection.way for connection in list(self._connections.values()) if not connection.over)
         with self._lock:
-            resumed, totals = self._totals["resumed"], attrs.asdict(self._traffic)
-        return {"ways": {way: ways[way] for way in sorted(ways) if way}, "resumed": resumed, "totals": totals}
+            totals = attrs.asdict(self._traffic)
+        return {"ways": {way: ways[way] for way in sorted(ways) if way}, "totals": totals}
 
     def check(self) -> None:
         """Raise ConfigError when a transport cannot work here, rather than at the first session."""
@@ -178,7 +178,7 @@ class Senders:
                     self._post(events.DataLost(session, life, cause))
             case reports.Resumed(session, count, cause):
                 with self._lock:
-                    self._totals["resumed"] += 1
+                    self._traffic.resumed += 1
                 logger.warning("data connection to %s was cut, %d pushes are sent again: %s", session, count, cause)
             case _:
                 return

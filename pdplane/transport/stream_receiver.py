@@ -156,9 +156,9 @@ class StreamReceiver:
 
     def _greet_attached(self, link: Link, deadline_s: float) -> Greeted:
         """A TCP connection's sender goes on over the Unix socket. Raises WireError or OSError."""
-        wish = decode_attach(*link.read_greeting(deadline_s))
         if link.credentials is not None and link.credentials.uid != os.getuid():
             raise WireError("uid", "another user's process")
+        wish = decode_attach(*link.read_greeting(deadline_s))
         with self._lock:
             found = [each for each in self._connections if each.is_accepted_as(wish.session_number)]
         if not found or found[0].greeted is None:

@@ -118,6 +118,23 @@ def test_strangers_at_the_door_cost_nobody_else(pulled: Ends, wish: Attach | byt
     assert isinstance(reports.ends(1)[0], Pushed)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_users_process_is_refused_before_it_speaks(pulled: Ends) -> None:
+    decode = pulled.decode()
+    with stranger(decode) as client:
+        accepted = client.accepted()
+        os.seteuid(65534)
+        try:
+            over = Stranger(decode, accepted.unix_path)
+        finally:
+            os.seteuid(0)
+        with over.socket:
+            over.send(Attach(accepted.session_number, "unix").encode())
+            assert over.message() == (GreetingKind.REFUSED, ("another user's process",))
+            assert over.is_closed_by_peer()
+        assert decode.receiver.snapshot().ways == {"tcp": 1}
+
+
 @pytest.mark.parametrize("wrong", [{"nonce": "a" * 64}, {"nonce_address": 0}, {"nonce_address": 2**64 - 8}], ids=str)
 def test_a_nonce_that_is_not_there_means_bytes_over_the_socket(pulled: Ends, wrong: dict[str, object]) -> None:
     decode = pulled.decode(64)
