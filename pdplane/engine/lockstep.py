@@ -2,14 +2,15 @@
 
 The forward steps of a split model meet inside collective operations, which wait for every rank and know nothing of
 sequences: two ranks that enter them in another order exchange the wrong numbers or wait for ever. So rank 0 alone
-chooses: a job's first turn comes when every rank has it, and before each turn rank 0 tells the others which one it is.
-Nothing but rank 0's word ends a job early either. Work that meets nobody (copies, loading) runs when it likes.
+chooses: a job's first turn comes when every rank has it, and rank 0 tells the others each turn in the order in which it
+queues them for itself. Nothing but rank 0's word ends a job early either. Work that meets nobody (copies, loading) runs
+when it likes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import attrs
@@ -21,6 +22,10 @@ T = TypeVar("T")
 
 Tell = Callable[[str, int, str], None]
 """Says (kind, key, text): rank 0's `turn` and `end` go to all others, another rank's `ready` to rank 0."""
+
+
+_AHEAD = 2
+"""Turns of a job that are told and queued at a time, so that no rank waits for word between two of them."""
 
 
 class SharedJob(Job[T]):
@@ -44,7 +49,7 @@ class _Shared:
     job: SharedJob[Any] | None = None
     marks: dict[int, str] = attrs.field(factory=dict)
     begun: bool = False
-    ended: bool = False
+    ended: bool = False  # rank 0 has said so
     refusal: str | None = None
 
 
@@ -131,13 +136,14 @@ class RankThread(EngineThread):
     # ---- the others
 
     def turn(self, key: int) -> None:
-        """Rank 0 has begun a turn: run it here."""
+        """Rank 0 will run a turn: run it here too."""
         with self._lock:
             found = self._shared.get(key)
-            if found is None or found.job is None or self._executor is None:
+            if found is None:
+                return  # told ahead: the job has finished with the turn before it
+            if found.job is None:
                 self._broken(f"rank 0 runs a turn of {key}, which is not here")
-            elif not self._closing:
-                self._run(self._executor, found.job, ends=False)
+            self._run(found, ends=False)
 
     def end(self, key: int) -> None:
         """Rank 0 has ended the job."""
@@ -156,53 +162,49 @@ class RankThread(EngineThread):
     def _wake(self, found: _Shared) -> None:
         if self.rank == 0:
             with self._lock:
-                self._begin(found)
+                self._end_here(found)
 
     def _begin(self, found: _Shared) -> None:
-        if found.job is not None and self._executor is not None and not found.begun and not self._closing:
+        if not found.begun:
             found.begun = True
-            self._schedule(self._executor, found.job)
+            for _ in range(_AHEAD):
+                self._lead(found)
+
+    def _lead(self, found: _Shared) -> None:
+        """Rank 0, under the lock: tell the job's next turn, or its end, and queue it here, in one order."""
+        if found.job is None or found.job.future.done() or found.ended:
+            return
+        found.ended = found.job.asked_to_end or found.refusal is not None
+        self._say("end" if found.ended else "turn", found.job.key)
+        self._run(found, ends=found.ended)
 
     def _end_here(self, found: _Shared) -> None:
-        job = found.job
-        if job is None or job.future.done() or self._executor is None or self._closing:
+        """Under the lock: end the job behind the turns that are queued already."""
+        if found.job is None:
             return
-        job.asked_to_end = True
+        found.job.asked_to_end = True
         if self.rank == 0 and not found.ended:
-            self._begin(found)
-        else:
-            self._run(self._executor, job, ends=True)
+            found.begun = True
+            self._lead(found)
+        elif self.rank > 0 or not found.begun:
+            self._run(found, ends=True)
 
-    def _run(self, executor: ThreadPoolExecutor, job: SharedJob[Any], *, ends: bool) -> None:
-        """Queue exactly one turn."""
+    def _run(self, found: _Shared, *, ends: bool) -> None:
+        """Under the lock: queue exactly one turn of a job; a job that has finished needs it no more."""
+        job, executor = found.job, self._executor
+        if job is None or executor is None or self._closing:
+            return
 
         def turn() -> None:
-            if not job.future.done():
-                self._one_turn(job, ends=ends)
+            if job.future.done():
+                return
+            if found.refusal is not None:
+                job._fail(InternalError(found.refusal))
+            elif self._one_turn(job, ends=ends) and self.rank == 0:
+                with self._lock:
+                    self._lead(found)
 
         executor.submit(turn).add_done_callback(lambda done: self._report(done, job))
-
-    def _take_turn(self, executor: ThreadPoolExecutor, job: Job[Any]) -> None:
-        if not isinstance(job, SharedJob):
-            super()._take_turn(executor, job)
-            return
-        wants_more = self._lead_turn(job)
-        while wants_more:
-            with self._lock:
-                if not self._closing:
-                    self._schedule(executor, job)
-                    return
-            wants_more = self._lead_turn(job)
-
-    def _lead_turn(self, job: SharedJob[Any]) -> bool:
-        found = self._shared.get(job.key)
-        refusal = found.refusal if found is not None else None
-        ends = self._closing or job.asked_to_end or refusal is not None
-        self._say("end" if ends else "turn", job.key)
-        if refusal is not None:
-            job._fail(InternalError(refusal))
-            return False
-        return self._one_turn(job, ends=ends)
 
     def _one_turn(self, job: SharedJob[Any], *, ends: bool) -> bool:
         if ends and job.asked_to_end:

@@ -100,8 +100,9 @@ def test_another_ranks_cancel_waits_for_the_first(ranks: Ranks) -> None:
     jobs[0].cancel()
     ranks.threads[1].call(lambda: None)
     assert not jobs[0].future.done()
-    ranks.share(0, 7, 10**9).cancel()
-    for job in jobs:
+    first = ranks.share(0, 7, 10**9)
+    first.cancel()
+    for job in (first, *jobs):
         with pytest.raises(CancelledError):
             job.result(PATIENCE_S)
     assert all(story == ranks.stories[0] for story in ranks.stories)
