@@ -21,6 +21,7 @@ from pdplane.bench.load import Decoding, spinning
 from pdplane.ids import Endpoint, Generation, Room, new_life
 from pdplane.kv.arena import Arena
 from pdplane.transport.fence import Fence
+from pdplane.transport.interpreter import take_turns_often
 from pdplane.transport.options import TransportOptions
 from pdplane.transport.registry import Receiver, open_receiver
 from pdplane.transport.reports import Report
@@ -126,6 +127,7 @@ def _ignore(_report: Report) -> None:
 
 def main() -> int:
     """Serve one measurement."""
+    take_turns_often()
     with ExitStack() as stack:
         far = FarEnd(FarOptions.read(sys.argv[1]), stack)
         _say(far.addresses)

@@ -26,7 +26,8 @@ def print_tables(results: Mapping[str, Any]) -> None:
     load = results["load_average"]
     console.print(
         f"{results['nbytes'] / (1 << 20):g} MiB a push, medians of {results['rounds']} rounds, "
-        f"{results['cpus']} processors, {results['arena']} arena, load average {load['before']:.1f} before and {load['after']:.1f} after"
+        f"{results['cpus']} processors, {results['arena']} arena, "
+        f"load average {load['before']:.1f} before and {load['after']:.1f} after"
     )
     quiet = _points(results["conditions"]["quiet"])
     arrangements = dict.fromkeys(arrangement for _, _, arrangement in quiet)

@@ -23,6 +23,7 @@ from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
 from pdplane.node.protocols import Node
 from pdplane.plane.config import PlaneConfig, is_loopback
+from pdplane.transport.interpreter import take_turns_often
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ def run_daemon(
     """
     set_up_logging(options.log_level, as_json=options.log_json)
     _warn_of_addresses(config)
+    take_turns_often()
     stop, http = StopSignal(), HttpThread()
     with stop.listening():
         if options.exit_with_parent:

@@ -40,7 +40,7 @@ class TransportOptions:
     """Pushes sent whole that await their acknowledgement; no other is begun meanwhile."""
     pull_window: int = 4
     """Segments that a receiver may have to read from our memory at one time, on connections that pull."""
-    pull_call_bytes: int = 8 << 20
+    pull_call_bytes: int = 16 << 20
     """The most that one call copies from another process: what a closing window waits for."""
     resume_tries: int = 2
     """New connections for a push that a cut interrupted; 0 fails it at once."""
