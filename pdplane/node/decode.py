@@ -13,13 +13,13 @@ from typing import Any
 import attrs
 
 from pdplane.control.http_thread import HttpThread
-from pdplane.errors import LocalProtocolError, PdplaneError, PoolExhausted, RoomFailed
+from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, PoolExhausted, RoomFailed
 from pdplane.ids import Room
 from pdplane.kv.manifest import build_manifest
 from pdplane.machine.actions import Delivered
 from pdplane.messages import Fingerprint, hash_prompt
 from pdplane.node.blocks import BlockQueue, Blocks, Place
-from pdplane.node.legs import Legs, check_prompt, open_future
+from pdplane.node.legs import Legs, arrow, check_prompt, open_future
 from pdplane.node.protocols import (
     DecodeEngine,
     DecodeRequest,
@@ -110,6 +110,7 @@ class DecodeNode:
             self._give_up(leg)
         return leg
 
+    @arrow
     def _lend(self, leg: DecodeLeg, blocks: Blocks | PoolExhausted) -> None:
         """The blocks are ours: lend them to the room."""
         if isinstance(blocks, PoolExhausted):
@@ -141,6 +142,7 @@ class DecodeNode:
         if leg.cause is not None:
             leg.room.cancel(leg.cause)
 
+    @arrow
     def _delivered(self, leg: DecodeLeg, done: Future[Delivered], opened: float) -> None:
         """The cache is whole, or the room failed."""
         leg.mark("transfer_wait_ms", opened)
@@ -186,6 +188,7 @@ class DecodeNode:
             leg.mark("first_token_ms", leg.began)
         leg.on_token(Token(token.token, token.logprob))
 
+    @arrow
     def _finished(self, leg: DecodeLeg, job: Future[Any]) -> None:
         """The sequence has ended."""
         self._let_go(leg, "engine")
@@ -212,7 +215,20 @@ class DecodeNode:
         if leg.assembly is not None:
             leg.assembly.drop()
         self._legs.remove(leg)
-        leg.done.set_exception(error)
+        if not leg.done.done():
+            leg.done.set_exception(error)
+
+    def crashed(self, leg: DecodeLeg, error: InternalError) -> None:
+        """For `arrow`: a bug of ours ends this leg, and nothing else."""
+        self._fail(leg, error)
+        if leg.room is not None:
+            leg.room.cancel(str(error))
+        else:
+            self._let_go(leg, "room")
+        if leg.job is not None:
+            leg.job.cancel()
+        else:
+            self._let_go(leg, "engine")
 
     def _let_go(self, leg: DecodeLeg, *users: str) -> None:
         for user in users:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from pdplane.errors import LocalProtocolError
+from pdplane.errors import InternalError, LocalProtocolError
 from pdplane.ids import Room
 from pdplane.node.blocks import Blocks
 from pdplane.node.protocols import Engine
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -38,6 +42,10 @@ _USERS = {"room", "engine"}
 
 
 Leg = TypeVar("Leg", bound=Holding)
+AnyLeg = TypeVar("AnyLeg")
+Leg_contra = TypeVar("Leg_contra", contravariant=True)
+Node = TypeVar("Node", bound="Ending[Any]")
+Rest = ParamSpec("Rest")
 
 
 class Legs(Generic[Leg]):
@@ -87,6 +95,30 @@ class Legs(Generic[Leg]):
             live = list(self._live.values())
         for leg in live:
             leg.cancel(cause)
+
+
+class Ending(Protocol[Leg_contra]):
+    """A node that can end a leg whose step broke."""
+
+    def crashed(self, leg: Leg_contra, error: InternalError) -> None: ...
+
+
+def arrow(step: Callable[Concatenate[Node, AnyLeg, Rest], None]) -> Callable[Concatenate[Node, AnyLeg, Rest], None]:
+    """A step of a leg that runs as a callback.
+
+    Futures swallow what a callback raises, and the line for blocks must not hand one leg's bug to another: without
+    this the client would wait for ever.
+    """
+
+    @functools.wraps(step)
+    def run(node: Node, leg: AnyLeg, /, *args: Rest.args, **named: Rest.kwargs) -> None:
+        try:
+            step(node, leg, *args, **named)
+        except Exception as bug:
+            logger.critical("a request ends by a bug in %s", step.__name__, exc_info=bug)
+            node.crashed(leg, InternalError(f"a bug of ours ended the request: {bug!r}"))
+
+    return run
 
 
 def check_prompt(engine: Engine, tokens: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from pdplane.kv.copies import expected_bytes
 from pdplane.kv.manifest import blocks_behind
 from pdplane.messages import Fingerprint, hash_prompt
 from pdplane.node.blocks import BlockQueue, Blocks, Place
-from pdplane.node.legs import Legs, check_prompt, open_future
+from pdplane.node.legs import Legs, arrow, check_prompt, open_future
 from pdplane.node.protocols import EngineJob, FirstToken, PrefillEngine, PrefillRequest, Tokenizer
 from pdplane.plane.config import PrefillConfig
 from pdplane.plane.prefill import PrefillPlane
@@ -108,6 +108,7 @@ class PrefillNode:
         room.released.add_done_callback(lambda _: self._released(leg))
         return leg
 
+    @arrow
     def _offered(self, leg: PrefillLeg, window: Future[RoomWindow]) -> None:
         """Decode lent its blocks."""
         if window.exception() is not None:
@@ -118,6 +119,7 @@ class PrefillNode:
             leg.nbytes += expected_bytes(destination.layout, destination.manifest, destination.route)
         self._gate(leg.number, lambda: self._line_up(leg))
 
+    @arrow
     def _line_up(self, leg: PrefillLeg) -> None:
         """Every rank has its offer: take our own blocks, in line."""
         queue = self._queue
@@ -131,6 +133,7 @@ class PrefillNode:
         if leg.room.done.done():  # it ended before it had a place to leave
             queue.leave(leg.place)
 
+    @arrow
     def _compute(self, leg: PrefillLeg, blocks: Blocks | PoolExhausted) -> None:
         """The blocks are ours: let the engine fill them."""
         if isinstance(blocks, PoolExhausted):
@@ -167,6 +170,7 @@ class PrefillNode:
             except PdplaneError as error:  # the engine goes on: other ranks may be in the middle of the same step
                 leg.cancel(str(error))
 
+    @arrow
     def _finish(self, leg: PrefillLeg, job: Future[Any], started: float) -> None:
         """The engine has ended: tell the room how."""
         leg.mark("prefill_ms", started)
@@ -184,9 +188,12 @@ class PrefillNode:
         except PdplaneError as error:  # a token that no status can carry
             leg.cancel(f"prefill failed: {error}")
 
+    @arrow
     def _ended(self, leg: PrefillLeg, done: Future[None]) -> None:
         """Success has gone out, or the room failed: the number is free, answer whoever waits."""
         self._legs.remove(leg)
+        if leg.done.done():
+            return  # it crashed
         error = done.exception()
         if error is not None:
             if leg.place is not None and self._queue is not None:
@@ -207,6 +214,16 @@ class PrefillNode:
     def _released(self, leg: PrefillLeg) -> None:
         """No push reads our blocks any more."""
         self._let_go(leg, "room")
+
+    def crashed(self, leg: PrefillLeg, error: InternalError) -> None:
+        """For `arrow`: a bug of ours ends this leg, and nothing else."""
+        if not leg.done.done():
+            leg.done.set_exception(error)
+        leg.cancel(str(error))
+        if leg.job is not None:
+            leg.job.cancel()
+        else:
+            self._let_go(leg, "engine")
 
     def _let_go(self, leg: PrefillLeg, user: str) -> None:
         blocks = self._legs.let_go(leg, user)
