@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
@@ -18,6 +15,7 @@ from aiohttp import web
 from pdplane.cli.flags import DaemonOptions
 from pdplane.cli.logs import set_up_logging
 from pdplane.cli.parent import exit_with_parent
+from pdplane.cli.stop_signal import StopSignal
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
@@ -31,53 +29,12 @@ N = TypeVar("N", bound=Node, covariant=True)
 
 INSTALL_MLX = "the MLX engine is not installed: pip install 'pdplane[mlx]'"
 _LOOK_S = 0.1
-_KILLED = 130
 
 
 class MakeNode(Protocol[N]):
     """How a role makes its node."""
 
     def __call__(self, http: HttpThread, facts: Mapping[str, Any]) -> N: ...
-
-
-class StopSignal:
-    """SIGINT and SIGTERM: the first one asks for an end, the second one ends at once."""
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-        self._interrupts = False
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle both signals inside the block; the main thread only."""
-        before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    @contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """A signal inside the block raises KeyboardInterrupt there: for a start that waits for a long load."""
-        self._interrupts = True
-        try:
-            if self._asked.is_set():
-                raise KeyboardInterrupt
-            yield
-        finally:
-            self._interrupts = False
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether a signal came within the time."""
-        return self._asked.wait(timeout_s)
-
-    def _receive(self, _number: int, _frame: FrameType | None) -> None:
-        if self._asked.is_set():
-            os._exit(_KILLED)
-        self._asked.set()
-        if self._interrupts:
-            raise KeyboardInterrupt
 
 
 def run_daemon(

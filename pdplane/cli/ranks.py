@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import attrs
 from aiohttp import web
 
-from pdplane.cli.daemon import StopSignal, mlx_needed, run_daemon
+from pdplane.cli.daemon import mlx_needed, run_daemon
 from pdplane.cli.flags import TOY, DaemonOptions
 from pdplane.cli.logs import set_up_logging
 from pdplane.cli.parent import exit_with_parent, killable, leave_within
+from pdplane.cli.stop_signal import StopSignal
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.rank_link import RankLink, RankListener, connect_rank
 from pdplane.errors import ConfigError

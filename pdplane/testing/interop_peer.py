@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from pdplane.control.http_thread import HttpThread
@@ -27,14 +26,13 @@ _TERMINATED = 128 + signal.SIGTERM
 
 def run_bootstrap(options: InteropOptions, events: Events) -> bool:
     """Only the rendezvous, until a signal ends it."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before any thread starts, so that `sigwait` alone takes them
     http = HttpThread("pdplane-http")
     http.start()
     try:
         events("bootstrap", url=http.serve(rendezvous_app(), options.host, options.bootstrap_port).url("http"))
-        stop.wait()
+        signal.sigwait(ends)
     finally:
         http.close()
     events("done", role="bootstrap", rooms={})
