@@ -34,9 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = _load(chosen)
     parser = _parser(chosen, module)
     args = parser.parse_args(words)
-    if args.version:
-        print(f"pdplane {_version()}")
-        return 0
     if module is None:
         parser.print_help()
         return 0
@@ -68,15 +65,18 @@ def _parser(chosen: str | None, module: ModuleType | None) -> argparse.ArgumentP
     return parser
 
 
+class _ShowVersion(argparse.Action):
+    """As argparse's own version action, but it looks the version up only when asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        from importlib.metadata import version
+
+        print(f"pdplane {version('pdplane')}")
+        parser.exit()
+
+
 def _add_version(parser: argparse.ArgumentParser) -> None:
-    # Not argparse's own version action: that one asks for the text each time the parser is built.
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("pdplane")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version and exit")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -11,9 +12,12 @@ from pdplane.cli.main import COMMANDS, main
 from tests.cli.daemons import PATIENCE_S, command
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("pdplane ")
+@pytest.mark.parametrize("words", [["--version"], ["prefill", "--version"], ["decode", "--version"]])
+def test_version(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code
+    assert re.fullmatch(r"pdplane \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
