@@ -153,7 +153,7 @@ class Reactor(Generic[Event, Action]):
         try:
             while self._turn():
                 pass
-        except Exception as error:  # the one place: a bug must end every wait, not leave it hanging
+        except Exception as error:  # a bug must end every wait, not leave it hanging
             logger.critical("%s ended by a bug", self._name, exc_info=error)
             self._broken(error)
 
