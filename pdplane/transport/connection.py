@@ -25,10 +25,9 @@ from pdplane.transport.framing import (
     decode_sources,
     decode_tables,
     encode_header,
-    segments,
 )
 from pdplane.transport.greeting import Bundle, GreetingKind, encode
-from pdplane.transport.iovec import IOV_MAX, Cursor
+from pdplane.transport.iovec import Cursor
 from pdplane.transport.landing import Landing
 from pdplane.transport.pull import PeerMemory
 from pdplane.transport.receiver import Reception
@@ -184,9 +183,9 @@ class Connection:
 
     def _pull(self, grant: Grant, part: Copies, memory: PeerMemory) -> None:
         """Copy the runs from the sender's memory, as long as the window stays open. Raises OSError."""
-        for chunk in segments(part, self._options.pull_call_bytes, IOV_MAX):
+        for read in memory.readings(part, self._reception.fence.arena, self._options.pull_call_bytes):
             self._link.check()
-            if grant.store(functools.partial(memory.read, chunk, self._reception.fence.arena)) is None:
+            if grant.store(read) is None:
                 return
 
     def _deadline(self) -> float:

@@ -26,6 +26,7 @@ whole segments of a repeated push count once.
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
 from collections.abc import Iterator
 
@@ -184,20 +185,25 @@ def _expect(field: str, holds: bool, value: object) -> None:  # noqa: FBT001 - t
 
 def segments(copies: Copies, max_bytes: int, max_runs: int = MAX_RUNS) -> Iterator[Copies]:
     """Cut copies into segments of at most so many bytes and runs, always the same way; empty copies give one."""
-    copies = _with_short_runs(copies, max_bytes)
-    ends = np.cumsum(copies.length)
-    count = len(ends)
-    start, done = 0, 0
-    while start < count or not count:
-        stop = min(int(np.searchsorted(ends, done + max_bytes, side="right")), start + max_runs, count)
+    copies = with_short_runs(copies, max_bytes)
+    for start, stop in itertools.pairwise(cut(copies.length, max_bytes, max_runs) if len(copies.length) else (0, 0)):
         part = slice(start, stop)
         yield Copies(copies.source[part], copies.destination[part], copies.length[part])
-        if stop == count:
-            return
-        start, done = stop, int(ends[stop - 1])
 
 
-def _with_short_runs(copies: Copies, max_bytes: int) -> Copies:
+def cut(lengths: U64, max_bytes: int, max_runs: int) -> Iterator[int]:
+    """Where to cut runs, none of them longer than `max_bytes`, into parts: 0, the rows between parts, their number."""
+    ends, count = np.cumsum(lengths), len(lengths)
+    row, done = 0, 0
+    yield row
+    while row < count:
+        row = min(int(np.searchsorted(ends, done + max_bytes, side="right")), row + max_runs)
+        done = int(ends[row - 1])
+        yield row
+
+
+def with_short_runs(copies: Copies, max_bytes: int) -> Copies:
+    """The same bytes in the same order in runs of at most so many."""
     if not len(copies.length) or int(copies.length.max()) <= max_bytes:
         return copies
     rows, offsets, lengths = pieces(copies.length, max_bytes)

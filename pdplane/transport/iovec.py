@@ -19,7 +19,7 @@ import numpy as np
 from pdplane.kv.copies import U64
 
 IOV_MAX = 1024
-_ENTRY_BYTES = 16
+ENTRY_BYTES = 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _DARWIN = sys.platform == "darwin"
@@ -132,7 +132,7 @@ class Cursor:
         last = int(np.searchsorted(self._ends, self._done + self._limit, side="right"))
         last = min(max(last, self._index + 1), self._index + IOV_MAX)
         wanted = int(self._ends[last - 1]) - self._done
-        moved = call(descriptor, self._address + _ENTRY_BYTES * self._index, last - self._index)
+        moved = call(descriptor, self._address + ENTRY_BYTES * self._index, last - self._index)
         if moved > 0:
             self._move(moved)
         return moved, moved == wanted

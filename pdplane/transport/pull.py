@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import hmac
 import os
 import socket
 import struct
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ import numpy as np
 
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, Copies
-from pdplane.transport.iovec import merge
+from pdplane.transport.framing import cut, with_short_runs
+from pdplane.transport.iovec import ENTRY_BYTES, IOV_MAX
 
 NONCE_BYTES = 32
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -105,36 +108,67 @@ class PeerMemory:
     def holds(self, address: int, nonce: bytes) -> bool:
         """Whether the process has these bytes there: it is the one that told us of them."""
         found = np.zeros(len(nonce), np.uint8)
-        one = np.array([len(nonce)], np.uint64)
+        here, there, length = (np.array([number], np.uint64) for number in (found.ctypes.data, address, len(nonce)))
+        one = [0, 1]
         try:
-            _read(self.pid, _vector(np.array([found.ctypes.data], np.uint64), one), _vector(_u64(address), one))
+            _Reading(self.pid, _Vector(here, length, one), _Vector(there, length, one), [len(nonce)]).read(0)
         except OSError:
             return False
         return hmac.compare_digest(found.tobytes(), nonce)
 
-    def read(self, part: Copies, target: Arena) -> int:
-        """Copy the runs from the process's arena into ours in one call of at most 1,024. Raises OSError."""
-        local = _vector(*merge(part.destination + np.uint64(target.base), part.length))
-        remote = _vector(*merge(part.source + np.uint64(self.base), part.length))
-        read, wanted = _read(self.pid, local, remote), part.nbytes
-        if read != wanted:
-            raise OSError(errno.EFAULT, f"read {read} of {wanted} bytes of the sender's memory")
-        return read
+    def readings(self, part: Copies, target: Arena, call_bytes: int) -> Iterator[Callable[[], int]]:
+        """Calls that copy the runs from the process into our arena, so many bytes each at most. They raise OSError."""
+        if not len(part.length):
+            return iter(())
+        part = with_short_runs(part, call_bytes)
+        borders = list(cut(part.length, call_bytes, IOV_MAX))
+        nbytes = np.add.reduceat(part.length, borders[:-1]).tolist()
+        local = _Vector(part.destination + np.uint64(target.base), part.length, borders)
+        remote = _Vector(part.source + np.uint64(self.base), part.length, borders)
+        reading = _Reading(self.pid, local, remote, nbytes)
+        return (functools.partial(reading.read, number) for number in range(len(nbytes)))
 
 
-def _u64(value: int) -> U64:
-    return np.array([value], np.uint64)
+class _Vector:
+    """One side's runs as iovec entries, neighbours joined, and where each call begins in them.
+
+    Made for all calls at once: numpy lets go of the GIL in each operation, and under a thread that computes
+    it comes back a turn later.
+    """
+
+    def __init__(self, addresses: U64, lengths: U64, borders: Sequence[int]) -> None:
+        """`borders`: each call's first row, and the number of rows."""
+        first = np.ones(len(addresses), np.bool_)
+        np.not_equal(addresses[1:], addresses[:-1] + lengths[:-1], out=first[1:])
+        first[borders[:-1]] = True
+        rows = np.flatnonzero(first)
+        self._entries = np.empty((len(rows), 2), np.uint64)
+        self._entries[:, 0] = addresses[rows]
+        self._entries[:, 1] = np.add.reduceat(lengths, rows)
+        self._places = np.searchsorted(rows, borders).tolist()
+        self._address = self._entries.ctypes.data
+
+    def of(self, number: int) -> tuple[int, int]:
+        """Address and count of a call's entries."""
+        start, stop = self._places[number : number + 2]
+        return self._address + ENTRY_BYTES * start, stop - start
 
 
-def _vector(addresses: U64, lengths: U64) -> U64:
-    vector = np.empty((len(addresses), 2), np.uint64)
-    vector[:, 0], vector[:, 1] = addresses, lengths
-    return vector
+@attrs.frozen
+class _Reading:
+    """A segment's calls."""
 
+    pid: int
+    local: _Vector
+    remote: _Vector
+    nbytes: Sequence[int]
 
-def _read(pid: int, local: U64, remote: U64) -> int:
-    found = _libc.process_vm_readv(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
-    if found < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"cannot read the sender's memory: {os.strerror(code)}")
-    return int(found)
+    def read(self, number: int) -> int:
+        """Make one call. Raises OSError."""
+        read = _libc.process_vm_readv(self.pid, *self.local.of(number), *self.remote.of(number), 0)
+        if read < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot read the sender's memory: {os.strerror(code)}")
+        if read != self.nbytes[number]:
+            raise OSError(errno.EFAULT, f"read {read} of {self.nbytes[number]} bytes of the sender's memory")
+        return int(read)
