@@ -79,7 +79,10 @@ class _Side:
 
 
 class _DecodeRun:
-    """One room: offer blocks, wait, compare every byte. Its blocks are not used again, so that strays show."""
+    """One room: offer blocks, wait, compare every byte. Its blocks are not used again, so that strays show.
+
+    Its `seconds` run from the offer to the delivery: what a room takes once both sides know each other.
+    """
 
     outcome: str | None
 
@@ -87,13 +90,16 @@ class _DecodeRun:
         self.room, self.outcome = room, None
         self.offered = False
         self.bad_bytes = 0
-        self._side, self._begun = side, time.monotonic()
+        self._side, self._offered_s = side, 0.0
         self._told = False
         layout, options = side.layout, side.options
         self._blocks = side.pool.allocate(blocks_needed(layout, options.prompt_len, options.prefix_len))
         self.manifest = build_manifest(layout, self._blocks, options.prefix_len, options.prompt_len)
         self._handle = side.plane.open(room, prefill=options.rendezvous, manifest=self.manifest)
         side.alarm.watch(self._handle.done)
+
+    def note_offer(self) -> None:
+        self.offered, self._offered_s = True, time.monotonic()
 
     @property
     def state(self) -> int:
@@ -132,7 +138,7 @@ class _DecodeRun:
     def _succeed(self) -> None:
         self.outcome = "success"
         delivered = self._handle.done.result()
-        seconds = time.monotonic() - self._begun
+        seconds = time.monotonic() - self._offered_s
         good, self.bad_bytes = _compare(self._side, self._blocks, self.room)
         self._side.events(
             "RemotePrefillDoneEvent",
@@ -148,7 +154,8 @@ class _DecodeRun:
 def _note_offers(plane: DecodePlane, runs: Sequence[_DecodeRun]) -> None:
     offered = {event.room for event in plane.poll() if isinstance(event, RoomOffered)}
     for run in runs:
-        run.offered = run.offered or run.room in offered
+        if run.room in offered:
+            run.note_offer()
 
 
 def _compare(side: _Side, blocks: Mapping[GroupId, Sequence[int]], room: Room) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from pdplane.testing.interop_decode import run_decode
 from pdplane.testing.interop_events import Events
 from pdplane.testing.interop_options import InteropOptions, parse
 from pdplane.testing.interop_prefill import run_prefill
+from pdplane.transport.interpreter import take_turns_often
 
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -53,6 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except ConfigError as wrong:
         sys.stderr.write(f"interop_peer: {wrong}\n")
         return 2
+    take_turns_often()
     logging.basicConfig(level=options.log_level.upper(), stream=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # an exception, so that everything is closed
     try:

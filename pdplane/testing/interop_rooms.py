@@ -23,7 +23,7 @@ BOOTSTRAPPED: int = StatusCode.BOOTSTRAPPED.value
 SUCCESS: int = StatusCode.SUCCESS.value
 NAMES = {code.value: "".join(word.title() for word in code.name.split("_")) for code in StatusCode}
 
-_POLL_S = 0.005
+_POLL_S = 0.001  # what no future tells, such as an offer, is noticed so late
 
 
 class Run(Protocol):
