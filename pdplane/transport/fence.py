@@ -96,7 +96,8 @@ class _Window:
         on_landed: OnLanded | None,
     ) -> None:
         self.generation, self._on_landed = generation, on_landed
-        self._starts, self._ends = starts, ends
+        self._starts = starts
+        self._limits = np.append(np.zeros(1, np.uint64), ends)  # after n starts; after none: nowhere
         self._nbytes = int((ends - starts).sum())
         self._writers = None if writers is None else dict(writers)
         self._gate = threading.Condition()
@@ -159,16 +160,10 @@ class _Window:
             return progress is not None and write.segment in progress.segments
 
     def _covers(self, offsets: U64, lengths: U64) -> bool:
-        """Every run lies whole inside one run of the window; sums that wrap around lie nowhere."""
-        if not len(offsets):
-            return True
-        if not len(self._starts) or not lengths.all():
-            return False
+        """Every run lies whole inside one run of the window; sums that wrap around and empty runs lie nowhere."""
         ends = offsets + lengths
-        if (ends < offsets).any():
-            return False
-        after = np.searchsorted(self._starts, offsets, side="right")
-        return bool(after.all()) and bool((ends <= self._ends[after - 1]).all())
+        limits = self._limits[np.searchsorted(self._starts, offsets, side="right")]
+        return bool(((offsets < ends) & (ends <= limits)).all())
 
     def _countable(self, write: Write) -> bool:
         """A rank lands no more than the window holds, and a repeated segment is the same size as before."""

@@ -25,6 +25,7 @@ whole segments of a repeated push count once.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import itertools
 import struct
@@ -170,11 +171,15 @@ def decode_tables(header: Header, tables: U64) -> tuple[U64, U64]:
 
 
 def decode_sources(header: Header, tables: U64, source_nbytes: int) -> U64:
-    """A PULL's offsets into its sender's arena of so many bytes; raises WireError when a run leaves that."""
-    _, lengths = decode_tables(header, tables)
-    sources, size = tables[2 * header.count :], np.uint64(source_nbytes)
-    inside = bool((lengths <= size).all()) and bool((sources <= size - lengths).all())
-    _expect("source", inside, "outside the sender's arena")
+    """A PULL's offsets into its sender's arena of so many bytes; raises WireError when a run leaves that.
+
+    `decode_tables` has checked the tables.
+    """
+    sources, lengths = tables[2 * header.count :], tables[header.count : 2 * header.count]
+    size = np.uint64(source_nbytes)
+    if header.count:  # no difference of a start inside the arena wraps around
+        inside = int(sources.max()) <= source_nbytes and bool((lengths <= size - sources).all())
+        _expect("source", inside, "outside the sender's arena")
     return sources
 
 
@@ -197,7 +202,8 @@ def cut(lengths: U64, max_bytes: int, max_runs: int) -> Iterator[int]:
     row, done = 0, 0
     yield row
     while row < count:
-        row = min(int(np.searchsorted(ends, done + max_bytes, side="right")), row + max_runs)
+        # Python's bisect: numpy's lets go of the GIL, and under a thread that computes each time costs a turn.
+        row = min(bisect.bisect_right(ends, done + max_bytes, row), row + max_runs)
         done = int(ends[row - 1])
         yield row
 
