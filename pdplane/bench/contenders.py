@@ -13,7 +13,7 @@ import numpy as np
 import zmq
 from zmq.utils.garbage import gc
 
-from pdplane.bench.far_peers import ACKNOWLEDGED, LAST, LOCAL_BUFFER_BYTES, MORE
+from pdplane.bench.far_peers import ACKNOWLEDGED, LAST, LOCAL_BUFFER_BYTES, MORE, RAW_BUFFERS
 from pdplane.errors import TransferError
 from pdplane.ids import Endpoint, Generation, Rank, Room, SessionId, new_life
 from pdplane.kv.arena import Arena
@@ -104,13 +104,14 @@ class Plane:
 class Raw:
     """As many bytes from one contiguous place to another, by plain `sendall` and `recv_into`."""
 
-    def __init__(self, port: int, arena: Arena) -> None:
+    def __init__(self, port: int, arena: Arena, buffer_bytes: int | None) -> None:
         # Two buffers that begin at the same place in their pages are the slowest pair for it: take another place.
         own = Arena.zeros(arena.nbytes + 64).bytes[16 : 16 + arena.nbytes]
         own[:] = arena.bytes
         self._view = memoryview(own.data)
         self._socket = socket.create_connection(("127.0.0.1", port))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER_BYTES)
+        if buffer_bytes is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Blocking, so that `sendall` is one call after another; a timeout would make it poll between them.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(PATIENCE_S), 0))
@@ -195,8 +196,8 @@ def open_contenders(
     """Everything that is to be measured, by name, in the order given."""
     made: dict[str, Contender] = {}
     for name in names:
-        if name == "raw":
-            made[name] = Raw(addresses["raw"], arena)
+        if name in RAW_BUFFERS:
+            made[name] = Raw(addresses[name], arena, RAW_BUFFERS[name])
         elif name == "zmq":
             made[name] = Zmq(addresses["zmq"], arena)
         elif name == "memcpy":

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from pdplane.bench.far_peers import RawSink, ZmqSink
+from pdplane.bench.far_peers import RAW_BUFFERS, RawSink, ZmqSink
 from pdplane.bench.load import Decoding, spinning
 from pdplane.ids import Endpoint, Generation, Room, new_life
 from pdplane.kv.arena import Arena
@@ -61,8 +61,8 @@ class FarEnd:
         self.addresses: dict[str, Any] = {"pdplane": self._receive("auto", settings, stack), "base": self._arena.base}
         if "mooncake" in options.peers:
             self.addresses["mooncake"] = self._receive("mooncake", settings, stack)
-        if "raw" in options.peers:
-            self.addresses["raw"] = stack.enter_context(RawSink(self._arena)).port
+        for name in RAW_BUFFERS.keys() & options.peers:
+            self.addresses[name] = stack.enter_context(RawSink(self._arena, RAW_BUFFERS[name])).port
         if "zmq" in options.peers:
             self.addresses["zmq"] = stack.enter_context(ZmqSink(self._arena)).port
 

@@ -12,6 +12,9 @@ import zmq
 from pdplane.kv.arena import Arena
 
 LOCAL_BUFFER_BYTES = 256 << 10
+RAW_BUFFERS = {"raw": None, "tuned": LOCAL_BUFFER_BYTES}
+"""Socket buffers of plain TCP: as the kernel chooses them, or as small as ours on one host, which is faster here."""
+
 ACKNOWLEDGED = b"k"
 LAST = b"last"
 MORE = b"more"
@@ -20,8 +23,8 @@ MORE = b"more"
 class RawSink:
     """One connection: a length of 8 bytes, that many bytes into the arena's start, one byte back; again."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, buffer_bytes: int | None) -> None:
+        self._arena, self._buffer_bytes = arena, buffer_bytes
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._connected: socket.socket | None = None
@@ -39,7 +42,8 @@ class RawSink:
     def _run(self) -> None:
         connected, _ = self._listener.accept()
         self._connected = connected
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOCAL_BUFFER_BYTES)
+        if self._buffer_bytes is not None:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._buffer_bytes)
         with connected:
             while head := connected.recv(8, socket.MSG_WAITALL):
                 view = memoryview(self._arena.bytes.data)[: int.from_bytes(head, "little")]

@@ -22,7 +22,7 @@ from pdplane.kv.copies import U64, Copies, merged_copies
 from pdplane.transport.options import TransportOptions
 
 GIB = 1 << 30
-UNFENCED = ("raw", "memcpy")  # they move contiguous bytes: there is no pattern to find
+UNFENCED = ("raw", "tuned", "memcpy")  # they move contiguous bytes: there is no pattern to find
 _LATENCY_BYTES = 64 << 10
 _LATENCY_BLOCK = 4 << 10
 _LATENCY_TURN = 20  # pushes of one contender before it is the next one's turn

@@ -20,7 +20,7 @@ from pdplane.options import count, size
 from pdplane.transport.checksum import XXH3
 
 WAYS = ("tcp", "unix", "pull")
-PEERS = ("mooncake", "zmq", "raw", "memcpy")
+PEERS = ("mooncake", "zmq", "raw", "tuned", "memcpy")
 ARRANGEMENTS = ("permuted", "sparse", "adjacent")
 BLOCKS = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 

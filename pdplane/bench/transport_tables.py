@@ -74,7 +74,7 @@ def _table(title: str, points: Rates, arrangement: str, field: str, spec: str) -
 def _ratios(points: Rates, arrangement: str) -> Table:
     table = _grid(f"ratios, blocks {arrangement}; in brackets what we want", points)
     for name in _names(points):
-        for other in ("mooncake", "raw", "zmq"):
+        for other in ("mooncake", "raw", "tuned", "zmq"):
             if name not in _OURS or other not in _names(points):
                 continue
             wanted = WANTED.get((name, other), {}) if arrangement == "permuted" else {}
