@@ -12,13 +12,27 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import attrs
+import pytest
 
+from pdplane.errors import ConfigError
 from pdplane.testing.interop_events import Events
 from pdplane.testing.interop_options import parse
 from pdplane.testing.interop_peer import ROLES
+from pdplane.transport.registry import require_transport
 
 PATIENCE_S = 60.0
 NATIVE = ("--channel", "native", "--transport", "auto")
+
+
+def _missing() -> str:
+    try:
+        require_transport("mooncake")
+    except ConfigError as wrong:
+        return str(wrong)
+    return ""
+
+
+needs_mooncake = pytest.mark.skipif(bool(_missing()), reason=_missing())
 
 
 @attrs.frozen

@@ -6,22 +6,12 @@ import socket
 
 import pytest
 
-from pdplane.errors import ConfigError
-from pdplane.transport.registry import require_transport
-from tests.testing.bench import Said, pair
+from tests.testing.bench import Said, needs_mooncake, pair
 
 LEGACY = ("--channel", "legacy", "--transport", "mooncake")
 
 
-def _missing() -> str:
-    try:
-        require_transport("mooncake")
-    except ConfigError as wrong:
-        return str(wrong)
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing())
+pytestmark = needs_mooncake
 
 
 def _free_port() -> int:

@@ -5,24 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import pytest
-
-from pdplane.errors import ConfigError
-from pdplane.transport.registry import require_transport
-from tests.testing.bench import Peer, Said
+from tests.testing.bench import Peer, Said, needs_mooncake
 
 LEGACY = ("--channel", "legacy", "--transport", "mooncake", "--linger", "0.1")
 
 
-def _missing() -> str:
-    try:
-        require_transport("mooncake")
-    except ConfigError as wrong:
-        return str(wrong)
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing())
+pytestmark = needs_mooncake
 
 
 def _prefill(port: str, rooms: str, *words: str) -> Peer:
