@@ -11,7 +11,7 @@ from pdplane.ids import Endpoint, Generation, Rank
 from pdplane.machine.actions import Delivered
 from pdplane.machine.events import DecodeRequested
 from pdplane.machine.room import DECODE_TABLE, DecodeMove, DecodeState, advance
-from pdplane.messages import Status
+from pdplane.messages import Status, Window
 
 PeerKey: TypeAlias = tuple[Endpoint, int]
 """A rendezvous and one data-parallel group behind it."""
@@ -35,6 +35,11 @@ class DecodeRoom:
     @property
     def generation(self) -> Generation:
         return Generation(self.request.ticket)
+
+    @property
+    def window(self) -> Window:
+        """The notice that names this use to prefill."""
+        return Window(self.request.room, self.generation, self.request.prompt_hash)
 
     def move(self, move: DecodeMove, now: float) -> bool:
         """Advance by the table; True when a new state was entered."""

@@ -226,6 +226,17 @@ class DecodeRequested:
 
 
 @attrs.frozen
+class DecodeDeclined:
+    """A caller will open no blocks for a room whose request the prefill behind `bootstrap` has, or will have."""
+
+    room: Room
+    ticket: int
+    bootstrap: Endpoint
+    prompt_hash: str
+    cause: str
+
+
+@attrs.frozen
 class PeerFound:
     """The rendezvous knows every rank of the data-parallel group that serves the room."""
 
@@ -294,6 +305,7 @@ DecodeEvent: TypeAlias = (
     | Closing
     | RoomCancelled
     | DecodeRequested
+    | DecodeDeclined
     | PeerFound
     | PeerMissing
     | ChannelBroken

@@ -28,7 +28,7 @@ class Tombstone:
     """An ended room. `ended` holds the newest generation that is over, by decode rank.
 
     `requested` is False for offers that nobody asked for: such a room failed no caller. `members` are the decode
-    ranks that had offered blocks for this use, or were told that it failed.
+    ranks that had offered blocks for this use, or were told that it failed; `prompts` the hashes that they named.
     """
 
     cause: str | None  # None: it succeeded
@@ -36,10 +36,21 @@ class Tombstone:
     requested: bool = True
     ended: Mapping[Peer, Generation] = attrs.field(factory=dict)
     members: frozenset[Peer] = frozenset()
+    prompts: frozenset[str] = frozenset()
 
     def covers(self, use: Use) -> bool:
         """Whether this use is over, or older than one that is."""
         return is_over(self.ended, use)
+
+    def awaits(self, prompt_hash: str | None) -> bool:
+        """Whether a request of this prompt may be the one that this use missed: decode gave up before it came."""
+        if not self.cause or self.requested:
+            return False
+        return not (prompt_hash and self.prompts) or prompt_hash in self.prompts
+
+    def missed_by(self, peer: Peer) -> bool:
+        """Whether the room failed its caller before this decode rank had any part in it."""
+        return self.requested and self.cause is not None and peer not in self.members
 
     @property
     def is_raw(self) -> bool:

@@ -19,11 +19,11 @@ from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, validate_manifest
 from pdplane.machine import events
 from pdplane.machine.actions import Fail, PrefillAction, Release, Send, WakeAt
-from pdplane.machine.graveyard import is_over
+from pdplane.machine.graveyard import Use, is_over
 from pdplane.machine.prefill_room import Offered, PrefillRoom
 from pdplane.machine.prefill_rooms import PrefillRooms
 from pdplane.machine.room import PrefillMove, PrefillState
-from pdplane.machine.session import PrefillTurn, Session, Sessions
+from pdplane.machine.session import Peer, PrefillTurn, Session, Sessions
 from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.turn import Turn
 from pdplane.messages import Cancel, Drain, Fingerprint, Hello, Ping, UnknownSession, Window
@@ -92,7 +92,7 @@ class PrefillMachine:
             case Window() as window:
                 peer.window = window
             case Cancel() as cancel:
-                self._cancelled_by_decode(turn, event.identity, cancel)
+                self._cancelled_by_decode(turn, peer, cancel)
             case Ping():
                 self._sessions.ping(turn, peer)
             case _:
@@ -134,13 +134,13 @@ class PrefillMachine:
     def _(self, event: events.PreallocationRejected, turn: PrefillTurn) -> None:
         self._sessions.hear(turn, event.identity)
         window = self._sessions.announced(event.identity, event.room)
-        generation = window.generation if window else Generation(0)
+        generation, prompt_hash = (window.generation, window.prompt_hash) if window else (Generation(0), "")
         session = self._sessions.owner(event.identity, event.session)
         if session is None:
             self._rejected["preallocation"] += 1
             self._rooms.tell_failed(turn, event.identity, event.room, generation, event.reason)
             return
-        self._unusable(turn, event.room, session, generation, event.reason)
+        self._unusable(turn, event.room, Offered(session, generation, None, prompt_hash), event.reason)
 
     # ---- what callers and transports say
 
@@ -222,7 +222,7 @@ class PrefillMachine:
         try:
             _validate(offer.manifest, offer.session)
         except WireError as wrong:
-            self._unusable(turn, number, offer.session, offer.generation, str(wrong))
+            self._unusable(turn, number, offer, str(wrong))
             return
         known = room.offers.get(offer.session.id) if room else None
         if room is not None and known is not None:
@@ -240,8 +240,7 @@ class PrefillMachine:
             self._rejected["late"] += 1
             self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, cause)
             return
-        room.offers[offer.session.id] = offer
-        self._rooms.move(turn, room, PrefillMove.OFFERED)
+        self._rooms.offered(turn, room, offer)
         self._settle(turn, room)
 
     def _is_late(self, turn: PrefillTurn, number: Room, room: PrefillRoom | None, offer: Offered) -> bool:
@@ -266,20 +265,24 @@ class PrefillMachine:
         stone = self._rooms.tombstone(number, turn.now)
         if stone is not None and not offer.generation:
             return stone.cause or "the room has just ended"
-        if stone is not None and stone.cause and stone.requested and offer.use.peer not in stone.members:
-            self._rooms.remember(turn, number, stone, offer)  # the room failed before this decode rank offered
+        if stone is not None and stone.missed_by(offer.use.peer):
+            self._rooms.remember(turn, number, stone, offer.use)
             return stone.cause
         if self._closing is not None:
             return self._closing
         return "too many live rooms" if self._rooms.is_full else None
 
-    def _unusable(self, turn: PrefillTurn, number: Room, session: Session, generation: Generation, reason: str) -> None:
+    def _unusable(self, turn: PrefillTurn, number: Room, offer: Offered, reason: str) -> None:
         """A registered decode rank's offer can never be written to: that rank has no part in the room any more."""
         self._rejected["preallocation"] += 1
-        self._rooms.tell_failed(turn, session.identity, number, generation, reason)
+        identity, cause = offer.session.identity, f"decode's offer is unusable: {reason}"
+        self._rooms.tell_failed(turn, identity, number, offer.generation, reason)
         room = self._rooms.get(number)
-        if room is not None and (room.takes_offers or room.takes_part(session.identity, generation)):
-            self._rooms.break_(turn, room, f"decode's offer is unusable: {reason}")
+        if room is None:
+            if offer.generation:
+                self._rooms.withdraw(turn, number, offer.use, offer.prompt_hash, cause)
+        elif room.takes_offers or room.takes_part(identity, offer.generation):
+            self._rooms.break_(turn, room, cause)
 
     def _settle(self, turn: PrefillTurn, room: PrefillRoom) -> None:
         if conflict := room.prompt_conflict():
@@ -294,10 +297,20 @@ class PrefillMachine:
         else:
             self._rooms.tell_failed(turn, event.identity, event.room, Generation(0), "unknown session")
 
-    def _cancelled_by_decode(self, turn: PrefillTurn, identity: bytes, cancel: Cancel) -> None:
-        room = self._rooms.get(cancel.room)
-        if room is not None and room.takes_part(identity, cancel.generation):
-            self._rooms.break_(turn, room, f"cancelled by decode: {cancel.cause}")
+    def _cancelled_by_decode(self, turn: PrefillTurn, peer: Peer, cancel: Cancel) -> None:
+        """End the use that the decode rank offered, or that it only announced: the notice before names its prompt."""
+        number, cause = cancel.room, f"cancelled by decode: {cancel.cause}"
+        window = self._sessions.announced(peer.identity, number)
+        room = self._rooms.get(number)
+        if room is not None and room.takes_part(peer.identity, cancel.generation):
+            self._rooms.break_(turn, room, cause)
+        elif peer.session is None or window is None or window.generation != cancel.generation:
+            self._rejected["late"] += 1
+        elif room is None:
+            use = Use((peer.session, peer.life), cancel.generation)
+            self._rooms.withdraw(turn, number, use, window.prompt_hash, cause)
+        elif room.takes_offers and room.request and room.request.prompt_hash == (window.prompt_hash or None):
+            self._rooms.break_(turn, room, cause)
 
 
 def _validate(manifest: Manifest | None, session: Session) -> None:

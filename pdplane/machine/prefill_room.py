@@ -81,7 +81,7 @@ class PrefillRoom:
         Only the prompt can tell: the request carries no generation.
         """
         before = self.before
-        if before is None or not before.cause or not before.requested or newcomer.use.peer in before.members:
+        if before is None or not before.missed_by(newcomer.use.peer):
             return None
         if self.prompt_conflict(newcomer) is None:
             return None
@@ -105,6 +105,14 @@ class PrefillRoom:
         if request.prompt_hash and hashes - {request.prompt_hash}:
             return "the prompt's tokens differ from decode's"
         return None
+
+    @property
+    def withdrawn(self) -> str | None:
+        """Why decode takes no part any more, if it gave this use up before its request came. A new offer ends that."""
+        before, request = self.before, self.request
+        if before is None or request is None or self.offers or not before.awaits(request.prompt_hash):
+            return None
+        return before.cause
 
     @property
     def is_complete(self) -> bool:

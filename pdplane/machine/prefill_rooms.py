@@ -17,7 +17,7 @@ from pdplane.ids import Generation, Rank, Room, SessionId
 from pdplane.kv.copies import Copies
 from pdplane.machine.actions import CancelPush, Fail, Push, Release, Send, Succeed, Windowed
 from pdplane.machine.events import is_legacy
-from pdplane.machine.graveyard import Graveyard, Tombstone, merge
+from pdplane.machine.graveyard import Graveyard, Tombstone, Use, merge
 from pdplane.machine.prefill_room import Offered, PrefillRoom
 from pdplane.machine.room import PrefillMove, PrefillState
 from pdplane.machine.session import PrefillTurn, Session, Sessions
@@ -124,15 +124,40 @@ class PrefillRooms:
         if room.move(move, turn.now):
             self._entered(turn, room)
 
-    def remember(self, turn: PrefillTurn, number: Room, stone: Tombstone, offer: Offered) -> None:
-        """An offer came for a room that had failed before: its use is over too."""
+    def offered(self, turn: PrefillTurn, room: PrefillRoom, offer: Offered) -> None:
+        """A decode rank takes part."""
+        if room.withdrawn:  # it is a new use after all: it has the usual time
+            self._timers.set(room.room, room.since + self._settings.bootstrap_timeout_s)
+        room.offers[offer.session.id] = offer
+        self.move(turn, room, PrefillMove.OFFERED)
+
+    def withdraw(self, turn: PrefillTurn, number: Room, use: Use, prompt_hash: str, cause: str) -> None:
+        """A decode rank takes no part in a use of a number that no room has now."""
+        stone = self._graveyard.find(number, turn.now)
+        if stone is not None and stone.missed_by(use.peer):
+            self.remember(turn, number, stone, use)
+            return
+        self._graveyard.bury(
+            number,
+            Tombstone(
+                cause,
+                until=turn.now + self._settings.tombstone_s,
+                requested=False,
+                ended=merge(stone.ended if stone else {}, use),
+                members=frozenset({use.peer}),
+                prompts=frozenset({prompt_hash} - {""}),
+            ),
+        )
+
+    def remember(self, turn: PrefillTurn, number: Room, stone: Tombstone, use: Use) -> None:
+        """A decode rank's word came for a room that had failed before: its use is over too."""
         self._graveyard.bury(
             number,
             attrs.evolve(
                 stone,
                 until=turn.now + self._settings.tombstone_s,
-                ended=merge(stone.ended, offer.use),
-                members=stone.members | {offer.use.peer},
+                ended=merge(stone.ended, use),
+                members=stone.members | {use.peer},
             ),
         )
 
@@ -161,7 +186,10 @@ class PrefillRooms:
     def _entered(self, turn: PrefillTurn, room: PrefillRoom) -> None:
         match room.state:
             case PrefillState.OPENED:
-                self._timers.set(room.room, turn.now + self._settings.bootstrap_timeout_s)
+                limit = self._settings.bootstrap_timeout_s
+                if room.withdrawn:
+                    limit = min(limit, self._settings.reoffer_s)
+                self._timers.set(room.room, turn.now + limit)
             case PrefillState.WINDOWED:
                 self._timers.set(room.room, turn.now + self._settings.waiting_timeout_s)
                 self._enter_windowed(turn, room)
@@ -188,6 +216,7 @@ class PrefillRooms:
             requested=room.request is not None,
             ended=merge(room.ended, *uses),
             members=frozenset(use.peer for use in uses),
+            prompts=frozenset(offer.prompt_hash for offer in room.offers.values() if offer.prompt_hash),
         )
         if any(is_legacy(offer.session.identity) for offer in room.offers.values()):
             # Its late words look like those of a new use: none may begin while they can come.
@@ -242,5 +271,5 @@ def _timeout_cause(room: PrefillRoom, settings: PrefillSettings) -> str:
     if room.state is PrefillState.EARLY:
         return f"no request came for this room in {settings.bootstrap_timeout_s:g} s"
     if room.state is PrefillState.OPENED:
-        return f"not every decode rank offered blocks in {settings.bootstrap_timeout_s:g} s"
+        return room.withdrawn or f"not every decode rank offered blocks in {settings.bootstrap_timeout_s:g} s"
     return f"not finished in {settings.waiting_timeout_s:g} s"

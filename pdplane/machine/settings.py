@@ -7,7 +7,10 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class PrefillSettings:
-    """Settings of a prefill rank's machine."""
+    """Settings of a prefill rank's machine.
+
+    `reoffer_s`: how long a request waits for another offer when decode took one back just before it came.
+    """
 
     prefill_rank: int = 0
     tp_size: int = 1
@@ -18,6 +21,7 @@ class PrefillSettings:
     ping_misses: int = 3
     idle_peer_s: float = 600.0
     tombstone_s: float = 10.0
+    reoffer_s: float = 2.0
     max_peers: int = 1024
     max_rooms: int = 4096
 

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from pdplane.control.http_thread import HttpThread
-from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, PoolExhausted, RoomFailed
+from pdplane.errors import ConfigError, InternalError, LocalProtocolError, PdplaneError, PoolExhausted, RoomFailed
 from pdplane.ids import Room
 from pdplane.kv.manifest import build_manifest
 from pdplane.machine.actions import Delivered
@@ -96,15 +96,20 @@ class DecodeNode:
         queue = self._queue
         if queue is None or self._draining:
             raise LocalProtocolError("this decode takes no requests now")
-        check_prompt(self._engine, request.tokens)
+        try:
+            check_prompt(self._engine, request.tokens)
+        except ConfigError as error:
+            self._decline(request, str(error))
+            raise
         stop_ids = request.stop_ids | (frozenset() if request.ignore_eos else self._engine.tokenizer.eos_ids)
         leg = DecodeLeg(request, on_token, stop_ids, give_up=self._give_up)
         self._legs.add(leg)
         try:
             counts = self._engine.blocks_needed(len(request.tokens))
             leg.place = queue.acquire(counts, lambda blocks: self._lend(leg, blocks))
-        except PdplaneError:
+        except PdplaneError as error:
             self._legs.remove(leg)
+            self._decline(request, str(error))
             raise
         if leg.cause is not None:  # cancelled (we are closing) before it had a place to leave
             self._give_up(leg)
@@ -215,8 +220,20 @@ class DecodeNode:
         if leg.assembly is not None:
             leg.assembly.drop()
         self._legs.remove(leg)
+        if leg.room is None:
+            self._decline(leg.request, str(error))
         if not leg.done.done():
             leg.done.set_exception(error)
+
+    def _decline(self, request: DecodeRequest, cause: str) -> None:
+        """No room was opened: prefill's leg would wait for it until its deadline."""
+        if self._plane is None:
+            return
+        try:
+            prompt_hash = hash_prompt(request.tokens)
+        except OverflowError:
+            return  # no vocabulary has such a token: prefill refuses the request itself
+        self._plane.decline(request.room, prefill=request.prefill, prompt_hash=prompt_hash, cause=cause)
 
     def crashed(self, leg: DecodeLeg, error: InternalError) -> None:
         """For `arrow`: a bug of ours ends this leg, and nothing else."""

@@ -154,8 +154,7 @@ class DecodePlane:
         check_process(self._owner)
         validate_manifest(manifest, self.layout)
         wire.encode_manifest(manifest)  # here, where the caller hears of it: one that no frame can carry
-        if len(prompt_hash) > 128 or not prompt_hash.isascii():
-            raise LocalProtocolError("prompt_hash must be ASCII of at most 128 characters")
+        _check_prompt_hash(prompt_hash)
         reactor, number, ticket = self._reactor, check_room(room), self._handles.ticket()
 
         def cancel(cause: str) -> None:
@@ -165,6 +164,17 @@ class DecodePlane:
         self._handles.add(handle)
         reactor.post(events.DecodeRequested(number, ticket, prefill, manifest, prompt_hash))
         return handle
+
+    def decline(self, room: int, *, prefill: Endpoint, prompt_hash: str, cause: str) -> None:
+        """Tell prefill that no blocks will come for this room, so that its request ends at once and not by a timeout.
+
+        Best effort: only a prefill that this decode is registered with hears of it, and it believes it for a request of
+        the same prompt (see `hash_prompt`). Does nothing while the room is live here, or when the plane is closed.
+        """
+        _check_prompt_hash(prompt_hash)
+        number, ticket = check_room(room), self._handles.ticket()
+        if self._state == "open" and self._reactor is not None:
+            self._reactor.post(events.DecodeDeclined(number, ticket, prefill, prompt_hash, cause))
 
     def poll(self) -> list[told.PlaneEvent]:
         """What happened since the last call, for a scheduler's step loop; needs `record_events` in the config."""
@@ -349,3 +359,8 @@ def _settings(config: DecodeConfig) -> DecodeSettings:
         one_sided=is_one_sided(config.transport),
         quarantine_timeout_s=config.quarantine_timeout_s,
     )
+
+
+def _check_prompt_hash(prompt_hash: str) -> None:
+    if len(prompt_hash) > 128 or not prompt_hash.isascii():
+        raise LocalProtocolError("prompt_hash must be ASCII of at most 128 characters")

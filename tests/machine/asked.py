@@ -6,20 +6,22 @@ import attrs
 
 from pdplane.errors import RoomFailed
 from pdplane.ids import Generation, Rank
-from pdplane.machine import actions
+from pdplane.machine import actions, events
 from pdplane.machine.actions import Fail, Send, Windowed
 from pdplane.messages import Failed, Status, StatusCode
+from pdplane.testing.linked_memory import linked_layout
 from tests.machine.said import ROOM, connected, hello, offer, registration, request
-from tests.machine.witness import ME, PrefillWitness
+from tests.machine.witness import ME, REGISTRATION, PrefillWitness
 
 SUCCESS = Status(ROOM, StatusCode.SUCCESS, Rank(0), 42)
 FAILED = Status(ROOM, StatusCode.FAILED, Rank(0))
 
 
-def registered_prefill() -> PrefillWitness:
-    """Registered with one native decode rank."""
+def registered_prefill(tp_size: int = 1) -> PrefillWitness:
+    """Registered with one native decode rank (of `tp_size`)."""
     witness = PrefillWitness()
-    witness.handle(hello(), registration(), connected())
+    wide = events.RegistrationReceived(ME, attrs.evolve(REGISTRATION, tp_size=tp_size), linked_layout(tp_size))
+    witness.handle(hello(), registration() if tp_size == 1 else wide, connected())
     return witness
 
 

@@ -150,6 +150,10 @@ PREFILL_RARE: Mapping[str, Callable[[PrefillWitness], object]] = {
     "senseless notice": lambda w: w.handle(events.NoticeReceived(ME, Registered(SESSION, DECODE_LIFE))),
     "window alone": lambda w: w.handle(events.NoticeReceived(ME, Window(ROOM, Generation(3), ""))),
     "stale cancel": lambda w: w.handle(events.NoticeReceived(ME, Cancel(ROOM, Generation(0), "gone"))),
+    "taken back": lambda w: w.handle(
+        events.NoticeReceived(ME, Window(ROOM, Generation(1), "hash")),
+        events.NoticeReceived(ME, Cancel(ROOM, Generation(1), "gone")),
+    ),
     "foreign cancel": lambda w: w.handle(events.NoticeReceived(OTHER, Cancel(ROOM, Generation(1), "gone"))),
     "stale ticket": lambda w: w.handle(events.RoomCancelled(ROOM, 99, "gone"), push(99), finish(99)),
     "push to nobody": lambda w: w.handle(events.PushRequested(ROOM, _newest(w), {SessionId("x:1"): some_copies()})),
@@ -235,6 +239,7 @@ DECODE_RARE: Mapping[str, Callable[[DecodeWitness], object]] = {
     "stranger cut": lambda w: w.handle(events.WriterCut(NEW_LIFE, "reset")),
     "restarted": lambda w: w.handle(found_life(NEW_LIFE)),
     "incomplete instance": lambda w: w.handle(events.PeerFound(ROOM, BOOTSTRAP, 0, 1, LAYOUT, ())),
+    "declined": lambda w: w.handle(events.DecodeDeclined(ROOM, 99, BOOTSTRAP, "hash", "busy")),
     "other room found": lambda w: w.handle(events.PeerFound(Room(8), BOOTSTRAP, 0, 1, LAYOUT, FOUND.ranks)),
     "stale ticket": lambda w: w.handle(events.RoomCancelled(ROOM, 99, "gone")),
     "closing": lambda w: w.handle(events.Closing("bye")),

@@ -310,3 +310,33 @@ def test_rooms_are_bounded_and_closing_takes_no_new_one() -> None:
     decode.handle(events.Closing("bye"))
     assert seen(decode.handle(want(4))) == [(4, "bye")]
     decode.drain()
+
+
+# ---- no blocks for a room
+
+
+def declined(bootstrap: Endpoint = BOOTSTRAP, room: Room = ROOM) -> events.DecodeDeclined:
+    return events.DecodeDeclined(room, 9, bootstrap, "hash", "busy")
+
+
+def test_prefill_is_told_of_a_room_that_gets_no_blocks(decode: DecodeWitness) -> None:
+    decode.handle(events.RoomCancelled(ROOM, 1, "over"))
+    assert decode.handle(declined()) == [
+        Tell(CHANNEL, Window(ROOM, Generation(9), "hash")),
+        Tell(CHANNEL, Cancel(ROOM, Generation(9), "busy")),
+    ]
+    assert decode.machine.counts().rooms == {}
+
+
+def test_nobody_is_told_whom_it_does_not_concern(decode: DecodeWitness) -> None:
+    assert decode.handle(declined()) == []  # another use of the number is live
+    assert decode.handle(declined(Endpoint("elsewhere", 1), Room(8))) == []
+    stranger = DecodeWitness()
+    assert stranger.handle(declined()) == []
+
+
+def test_a_rank_that_does_not_know_us_yet_is_told_nothing() -> None:
+    decode = DecodeWitness()
+    decode.handle(want(), FOUND)  # introduced, not registered yet
+    cancelled = events.RoomCancelled(ROOM, 1, "gone")
+    assert seen(decode.handle(cancelled)) == [(1, "gone")]

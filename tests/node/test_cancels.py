@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import socket
@@ -16,7 +17,7 @@ from pdplane.node.prefill import PrefillNode
 from pdplane.plane.config import PrefillConfig
 from pdplane.testing.toy_engine import ToyPrefillEngine
 from pdplane.testing.toy_model import ToyOptions
-from tests.node.conftest import SHORT, Daemons, Prefill, call, idle, prompt
+from tests.node.conftest import SHORT, Call, Daemons, Prefill, call, idle, prompt
 from tests.waiting import PATIENCE_S, until
 
 TIGHT = ToyOptions(num_lcm_blocks=4)  # eight blocks of four tokens
@@ -149,6 +150,40 @@ def test_decode_hears_why_prefill_refuses_its_prompt(daemons: Daemons, first: st
         with refused:
             call(prefill, None, prompt(1, 50), room=room)
     assert waiting.causes() == {"prefill: the prompt's 50 tokens do not fit in the arena"}
+    until(lambda: idle(prefill, decode))
+
+
+@pytest.mark.parametrize("first", ["decode", "prefill"])
+@pytest.mark.parametrize("why", ["too long", "line full", "left the line", "waited too long"])
+def test_prefill_hears_why_decode_takes_no_part(daemons: Daemons, why: str, first: str) -> None:
+    """Its leg would else wait for an offer until its own deadline, here far away."""
+    prefill = daemons.prefill(bootstrap_timeout_s=300, tombstone_s=2)
+    decode = daemons.decode(TIGHT, bootstrap_timeout_s=1 if why == "waited too long" else 60)
+    assert call(prefill, decode, prompt(1, SMALL)).is_right(TIGHT)  # they know each other
+    prefill.hold.clear()
+    busy = call(prefill, decode, prompt(2, LARGE))
+    crowd = [call(None, decode, prompt(3, SMALL), at=prefill.rendezvous) for _ in range(256 * (why == "line full"))]
+    tokens, room, legs = prompt(4, LARGE + (why == "too long")), new_room(), list[Call]()
+
+    def ask_prefill() -> None:
+        legs.append(call(prefill, None, tokens, room=room))
+
+    def ask_decode() -> None:
+        with contextlib.suppress(ConfigError, PoolExhausted):
+            waiting = call(None, decode, tokens, room=room, at=prefill.rendezvous)
+            if why == "left the line":
+                waiting.cancel()
+            assert waiting.decode is not None
+            assert waiting.decode.done.exception(PATIENCE_S) is not None
+
+    for ask in (ask_prefill, ask_decode) if first == "prefill" else (ask_decode, ask_prefill):
+        ask()
+    (cause,) = legs[0].causes()
+    assert cause.startswith("cancelled by decode: ")
+    for waiting in crowd:
+        waiting.cancel()
+    prefill.hold.set()
+    assert busy.is_right(TIGHT)
     until(lambda: idle(prefill, decode))
 
 

@@ -1,0 +1,198 @@
+"""A decode rank's rooms, and what follows from the states that they enter.
+
+A room that breaks closes its window first; only then does its caller hear of it, so that the blocks are free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from pdplane.errors import RoomFailed
+from pdplane.ids import Endpoint, Generation, Life, Room, SessionId
+from pdplane.kv.copies import expected_bytes
+from pdplane.kv.layout import Layout
+from pdplane.machine.actions import CloseWindow, Deliver, Fail, Offer, OpenWindow, Tell
+from pdplane.machine.decode_room import DecodeRoom
+from pdplane.machine.events import DecodeRequested
+from pdplane.machine.graveyard import Graveyard, Tombstone
+from pdplane.machine.peers import DecodeTurn, Link, Peer, Peers
+from pdplane.machine.quarantine import Quarantine
+from pdplane.machine.room import DecodeMove, DecodeState
+from pdplane.machine.settings import DecodeSettings
+from pdplane.machine.timers import Timers
+from pdplane.messages import Cancel, Status, Window
+
+
+class DecodeRooms:
+    """Every room of one decode rank: live, ended, and those whose blocks may still be written to."""
+
+    def __init__(
+        self, settings: DecodeSettings, layout: Layout, session: SessionId, peers: Peers, rejected: Counter[str]
+    ) -> None:
+        self._settings, self._layout, self._session = settings, layout, session
+        self._peers, self._rejected = peers, rejected
+        self._live: dict[Room, DecodeRoom] = {}
+        self._graveyard = Graveyard()
+        self._timers: Timers[Room] = Timers()
+        self.quarantine = Quarantine(settings.quarantine_timeout_s)
+        self.totals: Counter[str] = Counter()
+
+    # ---- questions
+
+    def __iter__(self) -> Iterator[DecodeRoom]:
+        """The live rooms."""
+        return iter(list(self._live.values()))
+
+    def get(self, number: Room) -> DecodeRoom | None:
+        return self._live.get(number)
+
+    def resolving(self, number: Room, bootstrap: Endpoint) -> DecodeRoom | None:
+        """The room that waits for this look-up."""
+        room = self._live.get(number)
+        if room is None or room.state is not DecodeState.RESOLVING or room.request.bootstrap != bootstrap:
+            return None
+        return room
+
+    def waiting(self, turn: DecodeTurn, number: Room, generation: Generation, peer: Peer | None) -> DecodeRoom | None:
+        """The waiting room of exactly this generation (and this peer); anything else is counted by what it is."""
+        room = self._live.get(number)
+        if room is not None and room.generation == generation and room.state is DecodeState.WAITING:
+            if peer is None or room.peer == peer.key:
+                return room
+            self._rejected["foreign_peer"] += 1
+            return None
+        buried = room is not None or self._graveyard.find(number, turn.now) is not None
+        self._rejected["late" if buried else "unknown_room"] += 1
+        return None
+
+    def taken(self, turn: DecodeTurn, number: Room) -> str | None:
+        """Why the number takes no new use now."""
+        if number in self._live:
+            return "is live"
+        if number in self.quarantine:
+            return "has failed, and its blocks may still be written to"
+        stone = self._graveyard.find(number, turn.now)
+        return "has just ended and its peer cannot tell uses apart" if stone and stone.is_raw else None
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._live) + len(self.quarantine) >= self._settings.max_rooms
+
+    def states(self) -> Counter[str]:
+        return Counter(room.state.value for room in self._live.values())
+
+    @property
+    def tombstones(self) -> int:
+        return len(self._graveyard)
+
+    def earliest(self) -> float | None:
+        times = [part.earliest() for part in (self._timers, self._graveyard, self.quarantine)]
+        return min((time for time in times if time is not None), default=None)
+
+    # ---- moves
+
+    def open(self, turn: DecodeTurn, request: DecodeRequested) -> DecodeRoom:
+        """A new room under a free number."""
+        room = self._live[request.room] = DecodeRoom(request, turn.now)
+        self._timers.set(request.room, turn.now + self._settings.bootstrap_timeout_s)
+        return room
+
+    def attach(self, turn: DecodeTurn, room: DecodeRoom, peer: Peer) -> None:
+        room.peer = peer.key
+        if peer.is_joined:
+            self.move(turn, room, DecodeMove.JOINED)
+
+    def offer(self, turn: DecodeTurn, room: DecodeRoom, link: Link) -> None:
+        manifest = None if link.idle else room.request.manifest
+        turn.add(Tell(link.channel, room.window), Offer(link.channel, room.request.room, manifest))
+
+    def succeeded(self, turn: DecodeTurn, room: DecodeRoom, status: Status) -> None:
+        """An expected rank says that all of its bytes are written."""
+        first = room.successes.setdefault(status.prefill_rank, status) is status
+        self.move(turn, room, DecodeMove.REPORTED)
+        if first and room.has_every_status and not room.has_every_byte:
+            # Success follows the last acknowledgement: what has not landed by now will hardly come
+            self._timers.set(room.request.room, turn.now + self._settings.late_bytes_s)
+        self.complete(turn, room)
+
+    def complete(self, turn: DecodeTurn, room: DecodeRoom) -> None:
+        """Go on if nothing is missing any more."""
+        if not (room.has_every_status and room.has_every_byte):
+            return
+        if room.delivered() is None:
+            self.break_(turn, room, "no prefill rank sent a first token")
+        else:
+            self.move(turn, room, DecodeMove.COMPLETED)
+
+    def break_(self, turn: DecodeTurn, room: DecodeRoom, cause: str) -> None:
+        room.cause = room.cause or cause
+        self.move(turn, room, DecodeMove.BROKEN)
+
+    def move(self, turn: DecodeTurn, room: DecodeRoom, move: DecodeMove) -> None:
+        before = room.state
+        if room.move(move, turn.now):
+            self._entered(turn, room, before)
+
+    def decline(self, turn: DecodeTurn, window: Window, peer: Peer, cause: str) -> None:
+        """Tell the prefill ranks that know us that we offer no blocks for this use: its request would wait in vain."""
+        cancel = Cancel(window.room, window.generation, cause)
+        for link in peer.links.values():
+            if link.registered and not link.channel.is_legacy:
+                turn.add(Tell(link.channel, window), Tell(link.channel, cancel))
+
+    def expire(self, turn: DecodeTurn) -> None:
+        self._graveyard.expire(turn.now)
+        self.quarantine.expire(turn)
+        for number in list(self._timers.due(turn.now)):
+            room = self._live[number]
+            waited = f"after {turn.now - room.since:.1f} s"
+            if room.state is DecodeState.RESOLVING:
+                self.break_(turn, room, f"prefill at {room.request.bootstrap} did not register us {waited}")
+            else:
+                self.break_(turn, room, f"timed out {waited}: {room.missing()}")
+
+    # ---- states
+
+    def _entered(self, turn: DecodeTurn, room: DecodeRoom, before: DecodeState) -> None:
+        if room.state is DecodeState.WAITING:
+            self._enter_waiting(turn, room)
+            return
+        number, ticket = room.request.room, room.request.ticket
+        if before is DecodeState.WAITING:
+            turn.add(CloseWindow(number, room.generation))
+        peer = self._peers.get(room.peer)
+        self._bury(turn, room, raw=before is DecodeState.WAITING and peer is not None and peer.is_legacy)
+        delivered = room.delivered() if room.state is DecodeState.READY else None
+        if delivered is not None:
+            turn.add(Deliver(number, ticket, delivered))
+            return
+        cause = room.cause or "unknown"
+        if peer is not None and before is DecodeState.WAITING:
+            cancel = Cancel(number, room.generation, cause)
+            turn.add(*(Tell(link.channel, cancel) for link in peer.links.values()))
+        elif peer is not None:
+            self.decline(turn, room.window, peer, cause)
+        if room.writers_left:
+            self.quarantine.hold(room.request, room.writers_left, turn.now)
+        error = RoomFailed(number, cause, tuple(room.story))
+        turn.add(Fail(number, ticket, error, held=bool(room.writers_left)))
+
+    def _bury(self, turn: DecodeTurn, room: DecodeRoom, *, raw: bool) -> None:
+        number = room.request.room
+        self._timers.drop(number)
+        del self._live[number]
+        ended = {(self._session, Life("")): Generation(0)} if raw else {}
+        self._graveyard.bury(number, Tombstone(room.cause, turn.now + self._settings.tombstone_s, ended=ended))
+        self.totals[room.state.value] += 1
+
+    def _enter_waiting(self, turn: DecodeTurn, room: DecodeRoom) -> None:
+        peer = self._peers.get(room.peer)
+        assert peer is not None, "a room joins through its peer"
+        number, manifest = room.request.room, room.request.manifest
+        room.expected = {rank: expected_bytes(self._layout, manifest, route) for rank, route in peer.routes.items()}
+        room.counted = not (self._settings.one_sided or peer.is_legacy)
+        self._timers.set(number, turn.now + self._settings.waiting_timeout_s)
+        turn.add(OpenWindow(number, room.generation, manifest, peer.writers))
+        for link in peer.links.values():
+            self.offer(turn, room, link)
