@@ -43,12 +43,20 @@ class Dial:
         candidate = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         return self._connect(candidate, address_of(path), path, time.monotonic() + self.timeout_s)
 
+    def knock(self, peer: Endpoint, within_s: float) -> None:
+        """Whether somebody serves the address: begin a conversation, end it, wait until they do. Raises OSError."""
+        with self.tcp(peer) as connected:
+            connected.shutdown(socket.SHUT_WR)
+            if code := self._wait(connected, select.POLLIN, time.monotonic() + within_s):
+                raise OSError(code, f"{peer} accepts and stays silent: {os.strerror(code)}")
+
     def _connect(self, candidate: socket.socket, address: _Address, name: str, deadline_s: float) -> socket.socket:
         try:
             candidate.settimeout(0)
             code = candidate.connect_ex(address)
             if code == errno.EINPROGRESS:
-                code = self._outcome(candidate, deadline_s)
+                code = self._wait(candidate, select.POLLOUT, deadline_s)
+                code = code or candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         except OSError:
             candidate.close()
             raise
@@ -57,15 +65,16 @@ class Dial:
             raise OSError(code, f"cannot connect to {name}: {os.strerror(code)}")
         return candidate
 
-    def _outcome(self, candidate: socket.socket, deadline_s: float) -> int:
+    def _wait(self, candidate: socket.socket, event: int, deadline_s: float) -> int:
+        """0 once the event came, or the number of the error that came first."""
         poll = select.poll()
-        poll.register(candidate.fileno(), select.POLLOUT)
+        poll.register(candidate.fileno(), event)
         poll.register(self.wakeup.descriptor, select.POLLIN)
         while not self.is_down():
             left_s = deadline_s - time.monotonic()
             ready = dict(poll.poll(max(left_s, 0) * 1000))
             if candidate.fileno() in ready:
-                return candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                return 0
             if left_s <= 0:
                 return errno.ETIMEDOUT
             self.wakeup.clear()  # a push was submitted meanwhile; it waits in its queue

@@ -27,12 +27,14 @@ from pdplane.ids import Endpoint, Generation, Life, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
 from pdplane.security import Secret
+from pdplane.transport.dial import Dial
 from pdplane.transport.fence import Fence
 from pdplane.transport.framing import Header, Kind
 from pdplane.transport.greeting import Accepted
 from pdplane.transport.options import TransportOptions
 from pdplane.transport.receiver import ReceiverSnapshot
 from pdplane.transport.reports import OnReport
+from pdplane.transport.stream import Wakeup
 
 BATCH_RUNS = 128
 """Runs of one batch; far below what the engine's TCP lanes hold, with room for other sessions' batches."""
@@ -84,8 +86,12 @@ class Engine:
         return int(self._engine.get_rpc_port())
 
     def reaches(self, session: SessionId) -> bool:
-        """Whether an engine with registered memory answers at the session's address."""
-        return bool(self._engine.get_first_buffer_address(session))
+        """Whether an engine answers at the session's address.
+
+        Other sessions of this engine wait meanwhile, the interpreter does not (under `get_first_buffer_address` it
+        would), and somebody who accepts and says nothing keeps it for 60 s.
+        """
+        return int(self._engine.batch_transfer_sync_write(session, [], [], [])) == 0
 
     def write(self, session: SessionId, part: Copies, target_base: int) -> bool:
         """Write one batch whole, without the interpreter's lock; bounded by the engine's own timeout (30 s)."""
@@ -148,23 +154,26 @@ class MooncakeLine:
         self._acks: deque[Header] = deque()
         self._written: dict[tuple[Room, Generation, int], int] = {}
         self._woken = self._shut = False
+        self._wakeup: Wakeup | None = None
         self._engine: Engine | None = None
 
     def open(self) -> Accepted:
         """Handshake with the session's engine. Whose life it is nobody says: the answer has an empty one."""
+        self._knock()
         try:
             self._engine = _shared.acquire(_local_host(self._peer), self._arena, self._options)
         except ConfigError as wrong:
             raise ConnectionError(str(wrong)) from None
         if not self._engine.reaches(self._session):
-            self._fail("no mooncake engine answers there")
+            raise ConnectionError(f"{self._session}: no mooncake engine answers there")
         return Accepted(0, Life(""), "", "", "", "mooncake")
 
     def send_segment(self, header: Header, part: Copies) -> None:
         if self._shut or self._engine is None:
             raise ConnectionAbortedError("the sender was closed")
         if len(part.length) and not self._engine.write(self._session, part, self._target_base):
-            self._fail(f"a mooncake write of {part.nbytes} bytes failed")
+            _shared.retire(self._engine)
+            raise ConnectionError(f"{self._session}: a mooncake write of {part.nbytes} bytes failed")
         key = (header.room, header.generation, header.push)
         total = self._written.pop(key, 0) + part.nbytes
         if not header.last:
@@ -192,17 +201,32 @@ class MooncakeLine:
 
     def shutdown(self) -> None:
         """No batch begins any more; the running one cannot be stopped."""
-        self._shut = True
+        with self._changed:
+            self._shut = True
+            if self._wakeup is not None:
+                self._wakeup.wake()
 
     def close(self) -> None:
         if self._engine is not None:
             _shared.release(self._engine)
             self._engine = None
 
-    def _fail(self, cause: str) -> None:
-        assert self._engine is not None
-        _shared.retire(self._engine)
-        raise ConnectionError(f"{self._session}: {cause}")
+    def _knock(self) -> None:
+        """Ask without the engine first, which a silent peer (a stopped process) holds up with all its sessions.
+
+        The engine there notes in its log that a handshake was incomplete.
+        """
+        wakeup = Wakeup()
+        with self._changed:
+            self._wakeup = wakeup
+        dial = Dial(wakeup, lambda: self._shut, self._options.connect_timeout_s)
+        try:
+            dial.knock(self._peer, self._options.greeting_timeout_s)
+        except OSError as error:
+            cause = error.strerror or error
+            raise ConnectionError(f"{self._session}: no mooncake engine answers there: {cause}") from None
+        finally:
+            wakeup.close()
 
 
 class MooncakeReceiver:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import sys
+import time
 from collections.abc import Iterator
 
 import attrs
@@ -18,7 +21,18 @@ from pdplane.transport.options import TransportOptions
 from pdplane.transport.registry import Sender, is_one_sided, open_sender, require_transport
 from pdplane.transport.reports import Connected, ConnectFailed, Disconnected, Pushed, PushFailed
 from tests.mooncake_engine import needs_engine
-from tests.transport.ends import PREFILL_LIFE, Decode, Reports, expected, permuted, push, random_arena, whole
+from tests.transport.ends import (
+    PATIENCE_S,
+    PREFILL_LIFE,
+    Decode,
+    Reports,
+    expected,
+    permuted,
+    push,
+    random_arena,
+    whole,
+)
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -37,7 +51,12 @@ def senders() -> Iterator[list[Sender]]:
 
 
 def _sender(
-    senders: list[Sender], decode: Decode, arena: Arena, session: SessionId | None = None, base: int | None = None
+    senders: list[Sender],
+    decode: Decode,
+    arena: Arena,
+    session: SessionId | None = None,
+    base: int | None = None,
+    options: TransportOptions | None = None,
 ) -> tuple[Sender, Reports]:
     reports = Reports()
     found = session or decode.session
@@ -49,6 +68,7 @@ def _sender(
         prefill_life=PREFILL_LIFE,
         arena=arena,
         report=reports,
+        options=options,
         target_base=decode.arena.base if base is None else base,
     )
     senders.append(sender)
@@ -92,6 +112,53 @@ def test_nobody_at_the_address(decode: Decode, senders: list[Sender]) -> None:
     (failed,) = reports.wait(ConnectFailed)
     assert "no mooncake engine" in failed.cause
     assert [type(end) for end in reports.ends(1)] == [PushFailed]
+
+
+@contextlib.contextmanager
+def _listener() -> Iterator[tuple[socket.socket, SessionId]]:
+    """Accepts and says nothing, as a stopped process does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(PATIENCE_S)
+        yield listener, SessionId(f"127.0.0.1:{listener.getsockname()[1]}")
+
+
+@needs_engine
+def test_a_silent_peer_holds_nobody_up(decode: Decode, senders: list[Sender]) -> None:
+    source = random_arena(1 << 16)
+    with _listener() as (_, silent):
+        stuck, failures = _sender(senders, decode, source, session=silent)
+        sender, reports = _sender(senders, decode, source)
+        sender.submit(push(1, whole(1 << 16)))
+        reports.wait(Pushed)
+        assert failures.all == []
+        stuck.close()
+        assert stuck.ended
+
+
+@needs_engine
+def test_a_silent_peer_is_given_up(decode: Decode, senders: list[Sender]) -> None:
+    with _listener() as (_, silent):
+        options = TransportOptions(greeting_timeout_s=0.1)
+        _, reports = _sender(senders, decode, random_arena(4096), session=silent, options=options)
+        assert "stays silent" in reports.wait(ConnectFailed)[0].cause
+
+
+@needs_engine
+def test_the_interpreter_goes_on_while_an_engine_waits_for_its_peer(decode: Decode, senders: list[Sender]) -> None:
+    """The peer stops between the knock and the engine's own handshake, which no close can end."""
+    with _listener() as (listener, session):
+        options = TransportOptions(close_timeout_s=0.1)
+        began = time.monotonic()
+        sender, reports = _sender(senders, decode, random_arena(4096), session=session, options=options)
+        listener.accept()[0].close()
+        handshake = listener.accept()[0]
+        with handshake:
+            assert handshake.recv(8)
+            sender.close()
+            assert not sender.ended
+        until(lambda: sender.ended, "the end of the sender's thread")
+        assert time.monotonic() - began < 30, "the engine's own patience is 60 s"
+        assert reports.of(Connected) == []
 
 
 @needs_engine
