@@ -12,6 +12,7 @@ import hmac
 import json
 import logging
 import secrets
+import select
 import socket
 import threading
 import time
@@ -29,42 +30,53 @@ _BEAT_S = 2.0
 _SILENCE_S = 30.0  # a loaded machine may be slow; a death shows at once, as the end of the stream
 _MEETING_S = 60.0
 _MAX_LINE = 64 << 20  # a prompt of some million tokens
+_MAX_BACKLOG = 2 * _MAX_LINE  # a rank that lets more than that wait is stuck
 
 
 class RankLink:
-    """One end. `on_message` and `on_lost` are called on the link's own thread, the latter once at most."""
+    """One end. `on_message` and `on_lost` are called on the link's own thread, the latter once at most.
+
+    Whoever sends never waits, not even for a rank that has stopped: senders hold locks that all requests need.
+    """
 
     def __init__(self, connected: socket.socket, name: str) -> None:
         self._socket, self.name = connected, name
         self._socket.settimeout(_SILENCE_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._out = connected.dup()
+        self._out.settimeout(0)
+        self._changed = threading.Condition()
+        self._backlog = bytearray()  # what the socket did not take at once
+        self._over = self._parting = False  # nothing is sent any more; nothing once the backlog is empty
         self._threads: list[threading.Thread] = []
 
     def start(self, on_message: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
         """Begin to listen and to beat."""
-        for work in (lambda: self._read(on_message, on_lost), self._beat):
+        for work in (lambda: self._read(on_message, on_lost), self._write):
             thread = threading.Thread(target=work, name="pdplane-rank-link", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def send(self, kind: str, number: int = 0, text: str = "") -> None:
-        """Send a line, in order with all others; a dead peer is `on_lost`'s business, not the sender's."""
+        """Send a line, in order with all others; a dead or stuck peer is `on_lost`'s business, not the sender's."""
         line = json.dumps([kind, number, text]).encode() + b"\n"
-        with self._lock:
-            try:
-                self._socket.sendall(line)
-            except OSError:  # half a line may have gone: the reader finds the end
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
+        with self._changed:
+            if self._over or self._parting:
+                return
+            self._backlog += line if self._backlog else line[self._push(line) :]
+            if self._over or len(self._backlog) > _MAX_BACKLOG:
+                self._cut()
+            elif self._backlog:
+                self._changed.notify_all()
 
     def part(self, word: str) -> None:
         """Say a last word; the end of the other side is no loss from now on."""
-        self._closing.set()
         self.send(word)
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+        with self._changed:
+            self._parting = True
+            self._changed.notify_all()
+            if not self._backlog:
+                self._end()
 
     def wait_end(self, timeout_s: float) -> None:
         """Wait until the other side has ended too; what it says until then is heard."""
@@ -73,13 +85,60 @@ class RankLink:
 
     def close(self) -> None:
         """Cut the connection and join the threads; idempotent, any thread."""
-        self._closing.set()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._changed:
+            self._parting = True
+            self._cut()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        self._out.close()
         self._socket.close()
+
+    # ---- what is sent; all but `_write` under the lock
+
+    def _push(self, data: bytes | bytearray) -> int:
+        """Hand the socket what it takes now; gives how much that was."""
+        try:
+            return self._out.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # the reader finds the end
+            self._cut()
+            return 0
+
+    def _end(self) -> None:
+        self._over = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def _cut(self) -> None:
+        self._over = True
+        self._backlog.clear()
+        self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _write(self) -> None:
+        """Beat, and send what the socket did not take at once."""
+        poll = select.poll()
+        poll.register(self._out, select.POLLOUT)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._backlog or self._over, _BEAT_S)
+                if self._over:
+                    return
+                late = bool(self._backlog)
+            if not late:
+                self.send("beat")
+                continue
+            writable = poll.poll(_SILENCE_S * 1e3)
+            with self._changed:
+                if not writable:
+                    self._cut()
+                else:
+                    del self._backlog[: self._push(self._backlog)]
+                    if self._parting and not self._backlog and not self._over:
+                        self._end()
 
     def _read(self, on_message: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
         reason = "a thread of this rank has died"
@@ -97,12 +156,8 @@ class RankLink:
         except WireError as error:
             reason = f"{self.name} speaks in another way: {error}"
         finally:  # also after a bug of ours, whose traceback follows
-            if not self._closing.is_set():
+            if not self._parting:
                 on_lost(reason)
-
-    def _beat(self) -> None:
-        while not self._closing.wait(_BEAT_S):
-            self.send("beat")
 
 
 def _parse(line: bytes) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ from queue import SimpleQueue
 import attrs
 import pytest
 
+from pdplane.control import rank_link
 from pdplane.control.rank_link import Message, RankLink, RankListener, connect_rank
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
@@ -98,6 +100,50 @@ def test_strangers_are_not_let_in(line: str) -> None:
         assert [end.name for end in found] == ["rank 1"]
         for end in (link, *found):
             end.close()
+
+
+@pytest.fixture
+def stuck() -> Iterator[tuple[End, socket.socket]]:
+    """Rank 0's end, and a rank 1 that reads nothing, as a stopped process does."""
+    with closing(RankListener("127.0.0.1")) as listener, ThreadPoolExecutor(1) as other:
+        accepted = other.submit(listener.accept, 2)
+        with closing(socket.create_connection(("127.0.0.1", listener.port), PATIENCE_S)) as rank_1:
+            rank_1.sendall(f"{listener.word} 1\n".encode())
+            (link,) = accepted.result(PATIENCE_S)
+            with closing(link):
+                yield End(link), rank_1
+
+
+def test_a_sender_does_not_wait_for_a_stuck_rank(stuck: tuple[End, socket.socket]) -> None:
+    """It holds locks that every request needs. Once the rank reads again it gets every line, in order."""
+    end, rank_1 = stuck
+    lines = [("request", number, "x" * (1 << 20)) for number in range(30)]
+    for line in lines:
+        end.link.send(*line)  # would block for ever here: nobody reads
+    end.link.part("bye")
+    with rank_1.makefile() as heard:
+        found = [tuple(json.loads(line)) for line in heard]
+    assert [line for line in found if line[0] != "beat"] == [*lines, ("bye", 0, "")]
+    assert not end.lost.done()
+
+
+def test_a_rank_that_lets_too_much_wait_is_lost(
+    stuck: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_link, "_MAX_BACKLOG", 1 << 20)
+    end, _ = stuck
+    for number in range(30):
+        end.link.send("request", number, "x" * (1 << 20))
+    assert end.lost.result(PATIENCE_S) == "rank 1 is gone"
+    end.link.send("turn")  # harmless
+
+
+def test_a_link_closes_at_once_though_much_waits(stuck: tuple[End, socket.socket]) -> None:
+    end, _ = stuck
+    for number in range(30):
+        end.link.send("request", number, "x" * (1 << 20))
+    end.link.close()
+    assert not end.lost.done()
 
 
 def test_what_is_no_line_of_ours_ends_the_connection(ends: list[End]) -> None:
