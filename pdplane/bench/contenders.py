@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
 from pdplane.transport.options import TransportOptions
 from pdplane.transport.pushes import Push
-from pdplane.transport.registry import open_sender
+from pdplane.transport.registry import let_go, open_sender
 from pdplane.transport.reports import Connected, Pushed, PushFailed, Report
 
 PATIENCE_S = 120.0
@@ -53,6 +54,7 @@ class Plane:
         target_base: int,
     ) -> None:
         self._ask, self._fenced = ask, scheme != "mooncake"
+        self._let_go = partial(let_go, scheme, arena)
         self._session = session
         self._room = 0
         self._changed = threading.Condition()
@@ -91,6 +93,7 @@ class Plane:
 
     def close(self) -> None:
         self._sender.close()
+        self._let_go()
 
     def _hear(self, report: Report) -> None:
         if isinstance(report, Connected):

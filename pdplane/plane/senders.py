@@ -18,7 +18,7 @@ from pdplane.machine import events
 from pdplane.machine.actions import CancelPush, OpenData, Push
 from pdplane.plane.config import PrefillConfig
 from pdplane.transport import pushes, reports
-from pdplane.transport.registry import Sender, is_one_sided, open_sender, require_transport
+from pdplane.transport.registry import Sender, is_one_sided, let_go, open_sender, require_transport
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +126,8 @@ class Senders:
         for sender in self._ending:
             sender.close()
         self._ending.clear()
+        for scheme in self._one_sided:
+            let_go(scheme, self._arena)
 
     def _connect(self, session: SessionId, life: Life, arena_base: int, expected: Life | None = None) -> _Connection:
         self.close(session, life)

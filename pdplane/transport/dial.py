@@ -43,12 +43,13 @@ class Dial:
         candidate = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         return self._connect(candidate, address_of(path), path, time.monotonic() + self.timeout_s)
 
-    def knock(self, peer: Endpoint, within_s: float) -> None:
-        """Whether somebody serves the address: begin a conversation, end it, wait until they do. Raises OSError."""
+    def knock(self, peer: Endpoint, within_s: float) -> str:
+        """Begin a conversation, end it, wait until they do: somebody serves the address. Gives ours. Raises OSError."""
         with self.tcp(peer) as connected:
             connected.shutdown(socket.SHUT_WR)
             if code := self._wait(connected, select.POLLIN, time.monotonic() + within_s):
                 raise OSError(code, f"{peer} accepts and stays silent: {os.strerror(code)}")
+            return str(connected.getsockname()[0])
 
     def _connect(self, candidate: socket.socket, address: _Address, name: str, deadline_s: float) -> socket.socket:
         try:

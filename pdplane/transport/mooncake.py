@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import threading
 from collections import deque
 from types import ModuleType
@@ -40,6 +39,10 @@ BATCH_RUNS = 128
 """Runs of one batch; far below what the engine's TCP lanes hold, with room for other sessions' batches."""
 BATCH_BYTES = 8 << 20
 """Bytes of one batch: what is still written after a cancel."""
+MAX_RETIRED = 4
+"""Engines that are of no more use and wait for their owner's end; more are closed at once, the oldest first."""
+MAX_ENDED = 16
+"""Sessions that an engine may outlive: it keeps a few descriptors of each."""
 
 _MISSING = (
     "the transport 'mooncake' needs `pip install 'pdplane[mooncake]'` and, on Debian,"
@@ -69,7 +72,7 @@ def load_mooncake() -> ModuleType:
 
 
 class Engine:
-    """A TransferEngine with one registered arena; held until the last user closes it."""
+    """A TransferEngine with one registered arena."""
 
     def __init__(self, host: str, arena: Arena, options: TransportOptions) -> None:
         module = load_mooncake()
@@ -100,46 +103,88 @@ class Engine:
         return int(self._engine.batch_transfer_sync_write(session, source, target, part.length.tolist())) == 0
 
     def close(self) -> None:
+        """Join its threads and close its sockets; stops the whole process for up to a second."""
         if self._engine is not None:
             self._engine.unregister_memory(self._arena.base)
-            self._engine = None  # its destructor joins its threads and closes its sockets
+            self._engine = None  # its destructor keeps the interpreter's lock while its listener's `accept` times out
 
 
-class _SharedEngines:
+@attrs.define(eq=False)
+class _Shared:
+    """An engine of an arena's lines."""
+
+    engine: Engine
+    arena: Arena
+    lines: int = 0  # that hold it
+    sessions: set[SessionId] = attrs.field(factory=set)  # it has opened
+    owned: bool = True  # the arena's owner has not let go
+
+    def suits(self, session: SessionId) -> bool:
+        """Whether nothing that it learnt of sessions before stands against another one."""
+        return session not in self.sessions and len(self.sessions) - self.lines < MAX_ENDED
+
+
+class _Engines:
     """One engine for all senders of an arena: an engine has threads, and registering over RDMA pins the memory.
 
-    An engine keeps what it learnt of a session; once a write failed it is not given out again.
+    It stays for the next line when none holds it, since closing it stops the process. But what it learnt of a session
+    it keeps, wrong or not: when a write failed, a session begins anew or many have ended, another takes its place, and
+    it waits as one of a few for the arena's owner to let go.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users: dict[Engine, int] = {}
-        self._current: dict[tuple[object, ...], Engine] = {}
+        self._open: list[_Shared] = []  # the oldest first
+        self._current: dict[tuple[object, ...], _Shared] = {}
 
-    def acquire(self, host: str, arena: Arena, options: TransportOptions) -> Engine:
+    def acquire(self, host: str, session: SessionId, arena: Arena, options: TransportOptions) -> _Shared:
         key = (arena.base, host, options.mooncake_protocol, options.mooncake_device)
         with self._lock:
-            engine = self._current.get(key)
-            if engine is None:
-                engine = self._current[key] = Engine(host, arena, options)
-            self._users[engine] = self._users.get(engine, 0) + 1
-            return engine
+            shared = self._current.get(key)
+            if shared is None or not shared.suits(session):
+                shared = self._current[key] = _Shared(Engine(host, arena, options), arena)
+                self._open.append(shared)
+            shared.lines += 1
+        self._sweep()
+        return shared
 
-    def retire(self, engine: Engine) -> None:
+    def retire(self, shared: _Shared) -> None:
+        """Give it to no other line."""
         with self._lock:
-            self._current = {key: other for key, other in self._current.items() if other is not engine}
+            self._current = {key: other for key, other in self._current.items() if other is not shared}
 
-    def release(self, engine: Engine) -> None:
+    def release(self, shared: _Shared) -> None:
         with self._lock:
-            self._users[engine] -= 1
-            if self._users[engine]:
-                return
-            del self._users[engine]
-            self._current = {key: other for key, other in self._current.items() if other is not engine}
-        engine.close()
+            shared.lines -= 1
+        self._sweep()
+
+    def let_go(self, arena: Arena) -> None:
+        """Close the arena's engines: what a line holds still, when that line ends."""
+        with self._lock:
+            self._current = {key: shared for key, shared in self._current.items() if shared.arena is not arena}
+            for shared in self._open:
+                if shared.arena is arena:
+                    shared.owned = False
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Close what no line holds or will: of owned engines all but the newest few, of others all."""
+        with self._lock:
+            current = list(self._current.values())
+            idle = [shared for shared in self._open if not shared.lines and shared not in current]
+            owned = [shared for shared in idle if shared.owned]
+            over = [shared for shared in idle if not shared.owned] + owned[:-MAX_RETIRED]
+            self._open = [shared for shared in self._open if shared not in over]
+        for shared in over:
+            shared.engine.close()
 
 
-_shared = _SharedEngines()
+_engines = _Engines()
+
+
+def close_engines(arena: Arena) -> None:
+    """Close what was kept for an arena's lines, which have ended."""
+    _engines.let_go(arena)
 
 
 class MooncakeLine:
@@ -155,24 +200,26 @@ class MooncakeLine:
         self._written: dict[tuple[Room, Generation, int], int] = {}
         self._woken = self._shut = False
         self._wakeup: Wakeup | None = None
-        self._engine: Engine | None = None
+        self._shared: _Shared | None = None
 
     def open(self) -> Accepted:
         """Handshake with the session's engine. Whose life it is nobody says: the answer has an empty one."""
-        self._knock()
+        host = self._knock()  # ours, the engine's name in its handshakes
         try:
-            self._engine = _shared.acquire(_local_host(self._peer), self._arena, self._options)
+            shared = _engines.acquire(host, self._session, self._arena, self._options)
         except ConfigError as wrong:
             raise ConnectionError(str(wrong)) from None
-        if not self._engine.reaches(self._session):
+        self._shared = shared
+        if not shared.engine.reaches(self._session):
             raise ConnectionError(f"{self._session}: no mooncake engine answers there")
+        shared.sessions.add(self._session)
         return Accepted(0, Life(""), "", "", "", "mooncake")
 
     def send_segment(self, header: Header, part: Copies) -> None:
-        if self._shut or self._engine is None:
+        if self._shut or self._shared is None:
             raise ConnectionAbortedError("the sender was closed")
-        if len(part.length) and not self._engine.write(self._session, part, self._target_base):
-            _shared.retire(self._engine)
+        if len(part.length) and not self._shared.engine.write(self._session, part, self._target_base):
+            _engines.retire(self._shared)
             raise ConnectionError(f"{self._session}: a mooncake write of {part.nbytes} bytes failed")
         key = (header.room, header.generation, header.push)
         total = self._written.pop(key, 0) + part.nbytes
@@ -207,11 +254,11 @@ class MooncakeLine:
                 self._wakeup.wake()
 
     def close(self) -> None:
-        if self._engine is not None:
-            _shared.release(self._engine)
-            self._engine = None
+        if self._shared is not None:
+            _engines.release(self._shared)
+            self._shared = None
 
-    def _knock(self) -> None:
+    def _knock(self) -> str:
         """Ask without the engine first, which a silent peer (a stopped process) holds up with all its sessions.
 
         The engine there notes in its log that a handshake was incomplete.
@@ -221,7 +268,7 @@ class MooncakeLine:
             self._wakeup = wakeup
         dial = Dial(wakeup, lambda: self._shut, self._options.connect_timeout_s)
         try:
-            dial.knock(self._peer, self._options.greeting_timeout_s)
+            return dial.knock(self._peer, self._options.greeting_timeout_s)
         except OSError as error:
             cause = error.strerror or error
             raise ConnectionError(f"{self._session}: no mooncake engine answers there: {cause}") from None
@@ -282,11 +329,3 @@ class MooncakeReceiver:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-
-
-def _local_host(peer: Endpoint) -> str:
-    """The address of ours from which the peer is reached: the engine's name in its handshakes."""
-    family, kind, protocol, _, address = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])

@@ -15,7 +15,7 @@ from pdplane.security import Secret
 from pdplane.transport.fence import Fence, Writer
 from pdplane.transport.greeting import Bundle, SenderGreeting
 from pdplane.transport.loopback import LoopbackLine, LoopbackReceiver
-from pdplane.transport.mooncake import MooncakeLine, MooncakeReceiver, load_mooncake, mooncake_options
+from pdplane.transport.mooncake import MooncakeLine, MooncakeReceiver, close_engines, load_mooncake, mooncake_options
 from pdplane.transport.options import TransportOptions
 from pdplane.transport.pushes import Push
 from pdplane.transport.receiver import ReceiverSnapshot
@@ -94,6 +94,8 @@ class OneSidedTransport:
     options: Callable[[TransportOptions], TransportOptions]
     load: Callable[[], object]
     """Import what the scheme needs; ConfigError says what to install."""
+    let_go: Callable[[Arena], None]
+    """Close what is kept for an arena's senders from one to the next."""
 
 
 def _stream(*ways: str) -> Transport:
@@ -107,7 +109,7 @@ TRANSPORTS: dict[str, Transport | OneSidedTransport] = {
     "unix": _stream(UNIX),
     "tcp": _stream(),
     "loopback": Transport(LoopbackLine, LoopbackReceiver),
-    "mooncake": OneSidedTransport(MooncakeLine, MooncakeReceiver, mooncake_options, load_mooncake),
+    "mooncake": OneSidedTransport(MooncakeLine, MooncakeReceiver, mooncake_options, load_mooncake, close_engines),
 }
 
 
@@ -127,6 +129,7 @@ def open_sender(
 ) -> Sender:
     """A sender that is not started yet; `decode_life` None takes whoever answers. Raises ConfigError.
 
+    When the arena's last sender is closed, its owner calls `let_go`.
     `target_base` is the address of the receiver's arena in its own process, as registered: one-sided schemes need it.
     """
     settings = options or TransportOptions()
@@ -145,6 +148,13 @@ def open_sender(
     if settings.streams > 1:
         return StripedSender(make_line, session, arena, report, settings)
     return PushSender(partial(make_line, Bundle()), session, arena, report, settings)
+
+
+def let_go(scheme: str, arena: Arena) -> None:
+    """Close what the scheme keeps for an arena's senders, which are closed; idempotent. Raises ConfigError."""
+    transport = _transport(scheme)
+    if isinstance(transport, OneSidedTransport):
+        transport.let_go(arena)
 
 
 def open_receiver(

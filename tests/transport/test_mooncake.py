@@ -18,7 +18,7 @@ from pdplane.kv.arena import Arena
 from pdplane.transport.framing import segments
 from pdplane.transport.mooncake import BATCH_RUNS, mooncake_options
 from pdplane.transport.options import TransportOptions
-from pdplane.transport.registry import Sender, is_one_sided, open_sender, require_transport
+from pdplane.transport.registry import Sender, is_one_sided, let_go, open_sender, require_transport
 from pdplane.transport.reports import Connected, ConnectFailed, Disconnected, Pushed, PushFailed
 from tests.mooncake_engine import needs_engine
 from tests.transport.ends import (
@@ -43,7 +43,15 @@ def decode() -> Iterator[Decode]:
 
 
 @pytest.fixture
-def senders() -> Iterator[list[Sender]]:
+def source() -> Iterator[Arena]:
+    """What the senders write from."""
+    made = random_arena(1 << 20)
+    yield made
+    let_go("mooncake", made)
+
+
+@pytest.fixture
+def senders(source: Arena) -> Iterator[list[Sender]]:
     made: list[Sender] = []
     yield made
     for sender in made:
@@ -77,8 +85,7 @@ def _sender(
 
 
 @needs_engine
-def test_every_byte_lands_and_the_receiver_hears_nothing(decode: Decode, senders: list[Sender]) -> None:
-    source = random_arena(decode.arena.nbytes)
+def test_every_byte_lands_and_the_receiver_hears_nothing(decode: Decode, senders: list[Sender], source: Arena) -> None:
     copies = permuted(source.nbytes, 1 << 10)
     sender, reports = _sender(senders, decode, source)
     sender.submit(push(7, copies))
@@ -92,22 +99,21 @@ def test_every_byte_lands_and_the_receiver_hears_nothing(decode: Decode, senders
 
 
 @needs_engine
-def test_two_sessions_share_one_engine_of_the_arena(decode: Decode, senders: list[Sender]) -> None:
+def test_two_sessions_share_one_engine_of_the_arena(decode: Decode, senders: list[Sender], source: Arena) -> None:
     other = Decode("mooncake", 1 << 16)
     try:
-        source = random_arena(1 << 16)
         for number, target in enumerate((decode, other)):
             sender, reports = _sender(senders, target, source)
             sender.submit(push(number, whole(1 << 16)))
             reports.wait(Pushed)
-            assert np.array_equal(target.arena.bytes[: 1 << 16], source.bytes)
+            assert np.array_equal(target.arena.bytes[: 1 << 16], source.bytes[: 1 << 16])
     finally:
         other.receiver.close()
 
 
 @needs_engine
-def test_nobody_at_the_address(decode: Decode, senders: list[Sender]) -> None:
-    sender, reports = _sender(senders, decode, random_arena(4096), session=SessionId("127.0.0.1:1"))
+def test_nobody_at_the_address(decode: Decode, senders: list[Sender], source: Arena) -> None:
+    sender, reports = _sender(senders, decode, source, session=SessionId("127.0.0.1:1"))
     sender.submit(push(1, whole(16)))
     (failed,) = reports.wait(ConnectFailed)
     assert "no mooncake engine" in failed.cause
@@ -123,8 +129,7 @@ def _listener() -> Iterator[tuple[socket.socket, SessionId]]:
 
 
 @needs_engine
-def test_a_silent_peer_holds_nobody_up(decode: Decode, senders: list[Sender]) -> None:
-    source = random_arena(1 << 16)
+def test_a_silent_peer_holds_nobody_up(decode: Decode, senders: list[Sender], source: Arena) -> None:
     with _listener() as (_, silent):
         stuck, failures = _sender(senders, decode, source, session=silent)
         sender, reports = _sender(senders, decode, source)
@@ -136,20 +141,22 @@ def test_a_silent_peer_holds_nobody_up(decode: Decode, senders: list[Sender]) ->
 
 
 @needs_engine
-def test_a_silent_peer_is_given_up(decode: Decode, senders: list[Sender]) -> None:
+def test_a_silent_peer_is_given_up(decode: Decode, senders: list[Sender], source: Arena) -> None:
     with _listener() as (_, silent):
         options = TransportOptions(greeting_timeout_s=0.1)
-        _, reports = _sender(senders, decode, random_arena(4096), session=silent, options=options)
+        _, reports = _sender(senders, decode, source, session=silent, options=options)
         assert "stays silent" in reports.wait(ConnectFailed)[0].cause
 
 
 @needs_engine
-def test_the_interpreter_goes_on_while_an_engine_waits_for_its_peer(decode: Decode, senders: list[Sender]) -> None:
+def test_the_interpreter_goes_on_while_an_engine_waits_for_its_peer(
+    decode: Decode, senders: list[Sender], source: Arena
+) -> None:
     """The peer stops between the knock and the engine's own handshake, which no close can end."""
     with _listener() as (listener, session):
         options = TransportOptions(close_timeout_s=0.1)
         began = time.monotonic()
-        sender, reports = _sender(senders, decode, random_arena(4096), session=session, options=options)
+        sender, reports = _sender(senders, decode, source, session=session, options=options)
         listener.accept()[0].close()
         handshake = listener.accept()[0]
         with handshake:
@@ -163,9 +170,8 @@ def test_the_interpreter_goes_on_while_an_engine_waits_for_its_peer(decode: Deco
 
 @needs_engine
 def test_a_write_outside_the_registered_arena_fails_and_the_next_connection_works(
-    decode: Decode, senders: list[Sender]
+    decode: Decode, senders: list[Sender], source: Arena
 ) -> None:
-    source = random_arena(1 << 16)
     sender, reports = _sender(senders, decode, source, base=decode.arena.base + decode.arena.nbytes)
     sender.submit(push(1, whole(1 << 16)))
     assert "failed" in reports.wait(PushFailed)[0].cause
@@ -174,12 +180,11 @@ def test_a_write_outside_the_registered_arena_fails_and_the_next_connection_work
     again, reports = _sender(senders, decode, source)
     again.submit(push(1, whole(1 << 16)))
     reports.wait(Pushed)
-    assert np.array_equal(decode.arena.bytes[: 1 << 16], source.bytes)
+    assert np.array_equal(decode.arena.bytes[: 1 << 16], source.bytes[: 1 << 16])
 
 
 @needs_engine
-def test_a_cancelled_push_ends_between_batches(decode: Decode, senders: list[Sender]) -> None:
-    source = random_arena(decode.arena.nbytes)
+def test_a_cancelled_push_ends_between_batches(decode: Decode, senders: list[Sender], source: Arena) -> None:
     sender, reports = _sender(senders, decode, source)
     for number in range(20):
         sender.submit(push(1, permuted(source.nbytes, 1 << 8), number))
@@ -191,8 +196,8 @@ def test_a_cancelled_push_ends_between_batches(decode: Decode, senders: list[Sen
 
 
 @needs_engine
-def test_a_closed_receiver_takes_no_more_bytes(senders: list[Sender]) -> None:
-    decode, source = Decode("mooncake", 1 << 16), random_arena(1 << 16)
+def test_a_closed_receiver_takes_no_more_bytes(senders: list[Sender], source: Arena) -> None:
+    decode = Decode("mooncake", 1 << 16)
     sender, reports = _sender(senders, decode, source)
     sender.submit(push(1, whole(16)))
     reports.wait(Pushed)
