@@ -85,6 +85,9 @@ def parse(words: Sequence[str]) -> InteropOptions:
         raise ConfigError(f"--tp-rank {options.tp_rank} is outside 0..{options.tp_size - 1}")
     if not 0 <= options.dp_rank < options.dp_size:
         raise ConfigError(f"--dp-rank {options.dp_rank} is outside 0..{options.dp_size - 1}")
+    if options.channel == "legacy" and options.transport != "mooncake":
+        # Our own transports let a writer in by the life and the use of the room that native notices name.
+        raise ConfigError(f"--transport {options.transport} needs --channel native; legacy peers write with mooncake")
     if options.log_level.upper() not in logging.getLevelNamesMapping():
         raise ConfigError(f"--log-level {options.log_level} is none of {', '.join(logging.getLevelNamesMapping())}")
     if not 0 <= options.prefix_len < options.prompt_len:

@@ -25,14 +25,14 @@ _LEGACY_KEYS = ("role", "world_size", "dp_size", "rank_ip", "rank_port", "engine
 
 def prefill_plane(options: InteropOptions, layout: Layout, arena: Arena) -> PrefillPlane:
     """A prefill rank that is not started yet. Raises ConfigError."""
-    scheme, legacy = _transport(options), options.channel == "legacy"
+    legacy = options.channel == "legacy"
     config = PrefillConfig(
         host=options.host,
         tp_size=options.tp_size,
         tp_rank=options.tp_rank,
         dp_size=options.dp_size,
         dp_rank=options.dp_rank,
-        transport=scheme,
+        transport=options.transport,
         transport_options=TransportOptions(mooncake_protocol=options.protocol),
         legacy=legacy,
         bootstrap_port=options.bootstrap_port,
@@ -45,12 +45,12 @@ def prefill_plane(options: InteropOptions, layout: Layout, arena: Arena) -> Pref
 
 def decode_plane(options: InteropOptions, layout: Layout, arena: Arena) -> DecodePlane:
     """A decode rank that is not started yet. Raises ConfigError."""
-    scheme, legacy = _transport(options), options.channel == "legacy"
+    legacy = options.channel == "legacy"
     config = DecodeConfig(
         host=options.host,
         tp_size=options.tp_size,
         tp_rank=options.tp_rank,
-        transport=scheme,
+        transport=options.transport,
         transport_options=TransportOptions(mooncake_protocol=options.protocol),
         legacy=legacy,
         bootstrap_timeout_s=max(1.0, options.wait_bootstrap),
@@ -58,10 +58,6 @@ def decode_plane(options: InteropOptions, layout: Layout, arena: Arena) -> Decod
         record_events=True,
     )
     return (_LegacyDecodePlane if legacy else DecodePlane)(config, layout=layout, arena=arena)
-
-
-def _transport(options: InteropOptions) -> str:
-    return "tcp" if options.transport == "auto" else options.transport
 
 
 class _LegacyPrefillPlane(PrefillPlane):

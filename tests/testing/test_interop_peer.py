@@ -150,6 +150,7 @@ def test_other_outcomes_than_expected_exit_with_one() -> None:
         ["prefill", "--dp-rank", "1"],
         ["prefill", "--prefix-len", "22"],
         ["prefill", "--log-level", "LOUD"],
+        ["prefill", "--channel", "legacy", "--transport", "tcp"],
     ],
     ids=" ".join,
 )
