@@ -261,14 +261,14 @@ class MooncakeLine:
     def _knock(self) -> str:
         """Ask without the engine first, which a silent peer (a stopped process) holds up with all its sessions.
 
-        The engine there notes in its log that a handshake was incomplete.
+        It has as long as for a write; the engine there notes in its log that a handshake was incomplete.
         """
         wakeup = Wakeup()
         with self._changed:
             self._wakeup = wakeup
         dial = Dial(wakeup, lambda: self._shut, self._options.connect_timeout_s)
         try:
-            return dial.knock(self._peer, self._options.greeting_timeout_s)
+            return dial.knock(self._peer, self._options.send_timeout_s)
         except OSError as error:
             cause = error.strerror or error
             raise ConnectionError(f"{self._session}: no mooncake engine answers there: {cause}") from None

@@ -143,7 +143,7 @@ def test_a_silent_peer_holds_nobody_up(decode: Decode, senders: list[Sender], so
 @needs_engine
 def test_a_silent_peer_is_given_up(decode: Decode, senders: list[Sender], source: Arena) -> None:
     with _listener() as (_, silent):
-        options = TransportOptions(greeting_timeout_s=0.1)
+        options = TransportOptions(send_timeout_s=0.1)
         _, reports = _sender(senders, decode, source, session=silent, options=options)
         assert "stays silent" in reports.wait(ConnectFailed)[0].cause
 
