@@ -1,4 +1,4 @@
-"""After each test: no thread, socket or file descriptor more than before it."""
+"""After each test, and after each module: no thread, socket or file descriptor more than before it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,24 @@ def _leaks(threads: set[threading.Thread], descriptors: dict[str, str]) -> list[
     return new_threads + kept
 
 
-@pytest.fixture(autouse=True)
-def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+def _nothing_kept() -> Iterator[None]:
     threads, descriptors = set(threading.enumerate()), _descriptors()
     yield
-    if request.node.get_closest_marker("keeps_threads"):
-        return  # the test shares an MLX thread or daemon with its module; the module's fixture closes it
     deadline = time.monotonic() + _PATIENCE_S
     while leaks := _leaks(threads, descriptors):
         gc.collect()
         if time.monotonic() > deadline:
             pytest.fail(f"leaked: {', '.join(leaks)}")
         time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_leaks_of_a_module() -> Iterator[None]:
+    """What the fixtures of a whole module have started is gone after its last test."""
+    yield from _nothing_kept()
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    """A module's fixture has started everything before its first test, which is any test when that runs alone."""
+    yield from _nothing_kept()

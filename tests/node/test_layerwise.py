@@ -15,8 +15,8 @@ from pdplane.engine.prefill import PrefillEngine
 from pdplane.engine.reference import single_process
 from pdplane.errors import RoomFailed
 from pdplane.ids import Endpoint, new_room
-from pdplane.node.decode import DecodeNode
-from pdplane.node.prefill import PrefillNode
+from pdplane.node.decode import DecodeLeg, DecodeNode
+from pdplane.node.prefill import PrefillLeg, PrefillNode
 from pdplane.node.protocols import DecodeRequest, PrefillRequest, Token
 from pdplane.plane.config import DecodeConfig, PrefillConfig
 from pdplane.testing.toy_engine import ToyAssembly, ToyPrefillEngine
@@ -97,8 +97,27 @@ def _copies(leg: object) -> dict[object, bytes]:
     return dict(assembly.copies) if isinstance(assembly, ToyAssembly) else {}
 
 
+@attrs.frozen
+class Nodes:
+    """Two daemons with the same real model."""
+
+    prefill: PrefillNode
+    decode: DecodeNode
+    engine: DecodeEngine
+
+    def call(self, tokens: tuple[int, ...]) -> tuple[DecodeLeg, PrefillLeg, list[Token]]:
+        room, got = new_room(), list[Token]()
+        address = Endpoint("127.0.0.1", int(self.prefill.info()["bootstrap_port"]))
+        leg = self.decode.decode(DecodeRequest(room, tokens, address, 6, ignore_eos=True), got.append)
+        return leg, self.prefill.prefill(PrefillRequest(room, tokens)), got
+
+    def blocks_are_back(self) -> bool:
+        counts = self.prefill.statistics()["blocks"], self.decode.statistics()["blocks"]
+        return not any(found["used_blocks"] or found["waiting"] for found in counts)
+
+
 @pytest.fixture(scope="module", params=["tiny:llama@6", "tiny:gemma3", "tiny:falcon_h1"])
-def nodes(request: pytest.FixtureRequest) -> Iterator[tuple[PrefillNode, DecodeNode, DecodeEngine]]:
+def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     options = attrs.evolve(SMALL, model=request.param)
     engine = DecodeEngine(options)
     prefill = PrefillNode(PrefillEngine(options), PrefillConfig(bootstrap_port=0))
@@ -107,22 +126,22 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[tuple[PrefillNode, DecodeN
         prefill.start()
         decode.start()
         until(lambda: prefill.ready)
-        yield prefill, decode, engine
+        found = Nodes(prefill, decode, engine)
+        leg, work, _ = found.call(prompt(0, 30))  # connects them, and that stays
+        leg.done.result(PATIENCE_S)
+        work.done.result(PATIENCE_S)
+        yield found
     finally:
         prefill.close()
         decode.close()
 
 
-@pytest.mark.keeps_threads
-def test_real_models_answer_as_one_process(nodes: tuple[PrefillNode, DecodeNode, DecodeEngine]) -> None:
-    prefill, decode, engine = nodes
-    address = Endpoint("127.0.0.1", int(prefill.info()["bootstrap_port"]))
-    running = []
+def test_real_models_answer_as_one_process(nodes: Nodes) -> None:
+    running, engine = [], nodes.engine
     for seed, length in enumerate((1, 8, 25, 61, 140)):
-        tokens, room, got = prompt(seed, length), new_room(), list[Token]()
-        leg = decode.decode(DecodeRequest(room, tokens, address, 6, ignore_eos=True), got.append)
-        running.append((tokens, got, leg, prefill.prefill(PrefillRequest(room, tokens))))
-    for tokens, got, leg, work in running:
+        tokens = prompt(seed, length)
+        running.append((tokens, *nodes.call(tokens)))
+    for tokens, leg, work, got in running:
         finished = leg.done.result(PATIENCE_S)
         assert work.done.result(PATIENCE_S).timings["transfer_ms"] >= 0
         assert finished.timings["assembly_ms"] >= 0
@@ -130,23 +149,22 @@ def test_real_models_answer_as_one_process(nodes: tuple[PrefillNode, DecodeNode,
         assert [(token.id, token.logprob) for token in got] == [(token.token, token.logprob) for token in wanted]
 
 
-def test_a_real_prompt_can_be_cancelled_in_mid_prefill(nodes: tuple[PrefillNode, DecodeNode, DecodeEngine]) -> None:
-    prefill, decode, _ = nodes
-    address = Endpoint("127.0.0.1", int(prefill.info()["bootstrap_port"]))
-    before = prefill.statistics()["blocks"], decode.statistics()["blocks"]
+def test_a_real_prompt_can_be_cancelled_in_mid_prefill(nodes: Nodes) -> None:
     for seed in range(8):
-        tokens, room = prompt(seed, 200), new_room()
-        leg = decode.decode(DecodeRequest(room, tokens, address, 6), lambda _token: None)
-        work = prefill.prefill(PrefillRequest(room, tokens))
+        leg, work, _ = nodes.call(prompt(seed, 200))
         (leg if seed % 2 else work).cancel("the client left")
         for handle in (leg, work):
             error = handle.done.exception(PATIENCE_S)
             assert error is None or isinstance(error, RoomFailed)  # None: it was quicker than the cancel
-    until(lambda: (prefill.statistics()["blocks"], decode.statistics()["blocks"]) == before, "the blocks' return")
+    until(nodes.blocks_are_back, "the blocks' return")
 
 
-def test_decode_is_told_of_whole_pages_only(nodes: tuple[PrefillNode, DecodeNode, DecodeEngine]) -> None:
-    """What the last test left in the blocks is another prompt's: a page that was copied too early would show."""
+def test_decode_is_told_of_whole_pages_only(nodes: Nodes) -> None:
+    """What another prompt left in the blocks is not this one's: a page that was copied too early would show."""
+    leg, work, _ = nodes.call(prompt(9, 200))
+    leg.done.result(PATIENCE_S)
+    work.done.result(PATIENCE_S)
+    until(nodes.blocks_are_back, "the blocks' return")
     test_real_models_answer_as_one_process(nodes)
 
 

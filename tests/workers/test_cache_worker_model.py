@@ -90,7 +90,6 @@ def test_quantised_caches_continue() -> None:
         worker.close()
 
 
-@pytest.mark.keeps_threads
 @pytest.mark.parametrize("codec", [*filter(is_installed, LOSSLESS), "q8"])
 def test_codecs_end_to_end(llama: Worker, codec: str) -> None:
     with llama.client() as client:
@@ -104,7 +103,6 @@ def test_codecs_end_to_end(llama: Worker, codec: str) -> None:
         assert run.header["load_ms"] >= run.header["decompress_ms"]  # type: ignore[operator]
 
 
-@pytest.mark.keeps_threads
 def test_lossy_caches_are_taken_only_by_name(llama: Worker) -> None:
     with llama.client() as client:
         for made, asked in (("q8", "none"), ("q4", "q8"), ("none", "q4")):
@@ -114,7 +112,6 @@ def test_lossy_caches_are_taken_only_by_name(llama: Worker) -> None:
             assert str(run.header["error"]).startswith("lossy differs")
 
 
-@pytest.mark.keeps_threads
 @pytest.mark.parametrize("field", ["model_revision", "config_hash", "weight_hash", "dtype", "mlx", "mlx_lm"])
 def test_incompatible_names_the_field(llama: Worker, field: str) -> None:
     with llama.client() as client:
@@ -126,7 +123,6 @@ def test_incompatible_names_the_field(llama: Worker, field: str) -> None:
     assert str(run.header["error"]).startswith(f"{field} differs")
 
 
-@pytest.mark.keeps_threads
 def test_another_prefix_or_another_count_is_incompatible(llama: Worker) -> None:
     with llama.client() as client:
         saved = client.prefill_cache(PREFIX)
@@ -139,7 +135,6 @@ def test_another_prefix_or_another_count_is_incompatible(llama: Worker) -> None:
         assert "layer.0.offset differs" in str(run.header["error"])
 
 
-@pytest.mark.keeps_threads
 def test_another_model_is_incompatible(llama: Worker) -> None:
     other = Worker(options("llama", seed=1))
     try:
@@ -150,7 +145,6 @@ def test_another_model_is_incompatible(llama: Worker) -> None:
         other.close()
 
 
-@pytest.mark.keeps_threads
 @pytest.mark.parametrize("tokens", [[], [320], [0] * 4097])
 def test_tokens_that_cannot_work_are_told(llama: Worker, tokens: list[int]) -> None:
     with llama.client() as client:
@@ -160,7 +154,6 @@ def test_tokens_that_cannot_work_are_told(llama: Worker, tokens: list[int]) -> N
         assert client.ping().failure is None
 
 
-@pytest.mark.keeps_threads
 def test_many_clients_share_the_model(llama: Worker) -> None:
     wanted = llama.alone(PREFIX, 5)
     found: list[object] = []
@@ -177,7 +170,6 @@ def test_many_clients_share_the_model(llama: Worker) -> None:
     assert found == [wanted] * 8
 
 
-@pytest.mark.keeps_threads
 def test_reply_fields_of_the_real_model(llama: Worker) -> None:
     with llama.client() as client:
         assert list(client.prefill_time(PREFIX).header) == [

@@ -30,6 +30,7 @@ MANIFEST = CacheManifest("r1", "c1", "w1", "p1", "doc", 5, "float32", "0.32", "0
 def mlx_thread() -> Iterator[EngineThread]:
     thread = EngineThread()
     thread.start()
+    thread.call(lambda: None)  # the first call starts it
     yield thread
     thread.close()
 
@@ -102,7 +103,6 @@ def _unequal(cache: Untyped) -> bool:
     return isinstance(cache, lm.KVCache) and cache.values.shape[-1] != 64
 
 
-@pytest.mark.keeps_threads
 @pytest.mark.parametrize("name", CACHES)
 def test_round_trip_is_bit_equal(mlx_thread: EngineThread, name: str) -> None:
     def run() -> None:
@@ -123,7 +123,6 @@ def test_round_trip_is_bit_equal(mlx_thread: EngineThread, name: str) -> None:
     mlx_thread.call(run)
 
 
-@pytest.mark.keeps_threads
 def test_any_safetensors_reader_opens_it(mlx_thread: EngineThread) -> None:
     def run() -> None:
         cache = CACHES["plain"]()
@@ -136,7 +135,6 @@ def test_any_safetensors_reader_opens_it(mlx_thread: EngineThread) -> None:
     mlx_thread.call(run)
 
 
-@pytest.mark.keeps_threads
 def test_other_classes_are_refused_by_name(mlx_thread: EngineThread) -> None:
     class LayerCache:
         keys = 1
@@ -178,7 +176,6 @@ MISMATCHES: dict[str, tuple[str, Callable[[SavedCache], SavedCache]]] = {
 }
 
 
-@pytest.mark.keeps_threads
 @pytest.mark.parametrize("field", MISMATCHES)
 def test_each_mismatch_names_its_field(mlx_thread: EngineThread, field: str) -> None:
     name, change = MISMATCHES[field]
@@ -198,7 +195,6 @@ def test_each_fact_of_the_manifest_is_compared(field: str) -> None:
     attrs.evolve(MANIFEST, document_id="another").check(MANIFEST)
 
 
-@pytest.mark.keeps_threads
 @pytest.mark.parametrize(("codec", "error"), [("q8", 0.03), ("q4", 0.4)])
 def test_lossy_forms_keep_shapes_and_come_close(mlx_thread: EngineThread, codec: str, error: float) -> None:
     caches = (*_saved(mlx_thread, "plain"), *_saved(mlx_thread, "ring-after-a-chunk"), *_saved(mlx_thread, "arrays"))
@@ -214,7 +210,6 @@ def test_lossy_forms_keep_shapes_and_come_close(mlx_thread: EngineThread, codec:
                 assert np.array_equal(mine.bits, other.bits)
 
 
-@pytest.mark.keeps_threads
 def test_lossy_parts_that_do_not_fit_are_refused(mlx_thread: EngineThread) -> None:
     small = shrink(_saved(mlx_thread, "plain"), "q8")[0]
     broken = attrs.evolve(small, tensors=tuple(t for t in small.tensors if t.name != "keys.low"))
