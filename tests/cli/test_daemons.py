@@ -30,10 +30,7 @@ def generate(prefill: str, decode: str, *words: str) -> subprocess.CompletedProc
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Daemon, Daemon]]:
-    with (
-        Daemon("prefill", "--bootstrap-timeout", "2s") as prefill,
-        Daemon("decode", "--bootstrap-timeout", "2s") as decode,
-    ):
+    with Daemon("prefill") as prefill, Daemon("decode") as decode:
         yield prefill, decode
 
 
@@ -162,11 +159,10 @@ def test_a_secret_pairs_only_those_who_share_it(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.write_text("a secret of more than sixteen bytes\n")
     theirs.write_text("another secret of that same length!\n")
-    quick = ("--bootstrap-timeout", "2s")
     with (
-        Daemon("prefill", "--secret-file", str(ours), *quick) as prefill,
-        Daemon("decode", "--secret-file", str(ours), *quick) as decode,
-        Daemon("decode", "--secret-file", str(theirs), *quick) as stranger,
+        Daemon("prefill", "--secret-file", str(ours)) as prefill,
+        Daemon("decode", "--secret-file", str(ours)) as decode,
+        Daemon("decode", "--secret-file", str(theirs)) as stranger,
     ):
         assert generate(prefill.url, decode.url, "--max-tokens", "4", "hi").stdout == expected("hi", 4) + "\n"
         refused = generate(prefill.url, stranger.url, "--max-tokens", "4", "hi")

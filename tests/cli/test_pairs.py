@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -18,9 +19,10 @@ from pdplane.engine.options import EngineOptions
 from pdplane.engine.reference import single_process
 from pdplane.engine.thread import EngineThread
 from pdplane.ids import Endpoint, Room, new_room
+from tests import waiting
 from tests.cli.daemons import Daemon
 from tests.cli.processes import descendants, wait_gone
-from tests.http_client import TIMEOUT_S, Answer, ask
+from tests.http_client import Answer, ask
 
 MODEL = "tiny:llama"
 # Small chunks, so that prompts of a few hundred tokens take several; an arena that eight prompts have to share.
@@ -87,15 +89,13 @@ def statistics(daemon: Daemon) -> dict[str, Any]:
 
 
 def settled(daemon: Daemon, start: dict[str, Any]) -> dict[str, Any]:
-    """What does not only grow, once it is as it was at the start; else what differs after the patience of a request."""
-    for _ in range(600):
-        now = _levels(statistics(daemon))
-        if now == _levels(start):
-            return {}
-        with closing(HTTPConnection(daemon.http.host, daemon.http.port, timeout=TIMEOUT_S)) as connection:
-            connection.request("GET", "/health")
-            connection.getresponse().read()
-    return {key: value for key, value in now.items() if value != _levels(start).get(key)}
+    """Nothing, once what does not only grow is as it was at the start; else what differs when patience ends."""
+    wanted, deadline = _levels(start), time.monotonic() + waiting.PATIENCE_S
+    while (now := _levels(statistics(daemon))) != wanted:
+        if time.monotonic() > deadline:
+            return {key: (wanted.get(key), now.get(key)) for key in wanted | now if wanted.get(key) != now.get(key)}
+        time.sleep(0.005)
+    return {}
 
 
 def _levels(counts: dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +192,7 @@ def test_200_requests_some_of_them_cancelled_leave_every_count_as_it_was(pair: P
 def test_a_killed_prefill_costs_its_rooms_and_nothing_else(pair: Pair) -> None:
     decode = pair[1]
     (prompt,) = of_lengths(50)
+    before = statistics(decode)
     with Daemon("prefill", *FLAGS) as doomed:
         assert both((doomed, decode), prompt, 3).status == 200
         start = statistics(decode)
@@ -208,6 +209,7 @@ def test_a_killed_prefill_costs_its_rooms_and_nothing_else(pair: Pair) -> None:
     with Daemon("prefill", *FLAGS, "--bootstrap-port", str(bootstrap.port)) as restarted:
         answer = both((restarted, decode), prompt, 3)
         assert answer.json["output_ids"] == reference([prompt], 3)[0]
+    assert settled(decode, before) == {}  # the peer that has left is gone before another test counts
 
 
 @pytest.mark.slow

@@ -117,15 +117,15 @@ def call(
     return Call(tokens, max_tokens, work, waiting, got)
 
 
-def idle(*sides: Prefill | Decode) -> bool:
-    """Whether every count but the growing ones is at its start value."""
-    return not any(_busy(side) for side in sides)
+def idle(*sides: Prefill | Decode, but: str = "") -> bool:
+    """Whether every count but the growing ones, and but the one of this name, is at its start value."""
+    return not any(_busy(side, but) for side in sides)
 
 
-def _busy(side: Prefill | Decode) -> Sequence[object]:
+def _busy(side: Prefill | Decode, but: str) -> Sequence[object]:
     counts = side.node.statistics()
     blocks, fence = counts["blocks"], counts.get("fence", {"open_windows": 0})
-    found = [counts["legs"], counts["rooms"], counts["tombstones"], counts["handles"], counts.get("pushes", 0)]
+    found = [counts.get(name) for name in ("legs", "rooms", "tombstones", "handles", "pushes") if name != but]
     found += [blocks["used_blocks"], blocks["waiting"], blocks["free_parents"] - side.parents, fence["open_windows"]]
     return [value for value in found if value]
 

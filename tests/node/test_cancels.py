@@ -129,12 +129,12 @@ def test_a_leg_that_ends_while_other_ranks_have_no_offer_takes_no_place_in_line(
 
 
 def test_prefill_leaves_before_decode_came(daemons: Daemons) -> None:
-    prefill, decode = daemons.pair()
+    prefill, decode = daemons.pair(tombstone_s=60)  # however late decode comes, it is remembered
     room = new_room()
     call(prefill, None, prompt(1), room=room).cancel()
     late = call(None, decode, prompt(1), at=prefill.rendezvous, room=room)
     assert late.causes() == {"prefill: the client left"}
-    until(lambda: idle(prefill, decode))
+    until(lambda: idle(prefill, decode, but="tombstones"))
 
 
 @pytest.mark.parametrize("first", ["decode", "prefill"])
@@ -226,7 +226,8 @@ def test_bursts_of_cancels_leave_nothing_behind(daemons: Daemons) -> None:
         for running in calls:
             for done in (running.decode, running.prefill):
                 assert done is not None
-                assert isinstance(done.done.exception(PATIENCE_S), RoomFailed | None)
+                # Who stands in line for too long is told so.
+                assert isinstance(done.done.exception(PATIENCE_S), RoomFailed | PoolExhausted | None)
     assert call(prefill, decode, prompt(1)).is_right(options)
     until(lambda: idle(prefill, decode), "every count's start value")
     assert threading.active_count() <= threads + 2  # the data connection's two ends
