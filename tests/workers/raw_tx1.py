@@ -37,6 +37,13 @@ class RawCoordinator:
         self.raw = socket.create_connection((host, port), 5)
         self.sent = b""
         self._numbers = [0, 0]
+        try:
+            self._prove(token, nonce)
+        except OSError:
+            self.close()
+            raise
+
+    def _prove(self, token: bytes, nonce: bytes) -> None:
         key = mac(token, b"TX1F key v1")
         challenge = exactly(self.raw, 40)
         transcript = challenge + b"TX1A\x01\0\0\0" + nonce

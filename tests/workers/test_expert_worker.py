@@ -18,6 +18,7 @@ from pdplane.ids import Endpoint
 from pdplane.workers.expert_worker import ExpertWorker, ExpertWorkerOptions
 from pdplane.workers.listener import parse_networks
 from pdplane.workers.tx1 import FrameLimits, Token
+from tests.waiting import until
 from tests.workers.raw_tx1 import TOKEN, RawCoordinator
 from tests.workers.toy_experts import ToyStore
 
@@ -257,24 +258,48 @@ def test_results_larger_than_the_coordinator_takes_are_refused(bench: Bench) -> 
     client.close()
 
 
-def test_silent_and_half_proved_peers_are_bounded_and_closed() -> None:
-    bench = Bench(max_unproved=2, handshake_s=0.3)
+def test_silent_peers_are_bounded() -> None:
+    bench = Bench(max_unproved=2, handshake_s=60)
     try:
         address = (bench.worker.endpoint.host, bench.worker.endpoint.port)
         with socket.create_connection(address, 5) as first, socket.create_connection(address, 5) as second:
             assert [len(first.recv(40)), len(second.recv(40))] == [40, 40]
             with socket.create_connection(address, 5) as third:
-                assert third.recv(1) == b""  # at once: two are at their handshake
-            second.sendall(b"TX1A")
-            assert [first.recv(1), second.recv(1)] == [b"", b""]  # after the deadline
-        client = bench.hello()
-        assert client.ask("ping", {})[0] == "pong"
-        client.close()
-        proved = bench.connect().finish()
-        assert proved.is_closed()  # no hello in time
-        proved.close()
+                assert third.recv(1) == b""  # two are at their handshake
     finally:
         bench.close()
+
+
+def test_silent_and_half_proved_peers_are_closed() -> None:
+    bench = Bench(max_unproved=2, handshake_s=0.3)
+    try:
+        address = (bench.worker.endpoint.host, bench.worker.endpoint.port)
+        with socket.create_connection(address, 5) as first, socket.create_connection(address, 5) as second:
+            assert [len(first.recv(40)), len(second.recv(40))] == [40, 40]
+            second.sendall(b"TX1A")
+            assert first.recv(1) == b""  # after the deadline
+            with contextlib.suppress(ConnectionResetError):  # when the deadline was before the four bytes
+                assert second.recv(1) == b""
+        until(lambda: _is_served(bench), "a handshake in time")
+        until(lambda: _is_closed_after_its_proof(bench), "a proof in time")
+    finally:
+        bench.close()
+
+
+def _is_served(bench: Bench) -> bool:
+    """Whether a client was quick enough for the short deadline, which it may miss on a busy machine."""
+    with contextlib.suppress(ConnectionError), contextlib.closing(bench.connect()) as client:
+        client.finish()
+        client.ask("hello", HELLO)
+        return client.ask("ping", {})[0] == "pong"
+    return False
+
+
+def _is_closed_after_its_proof(bench: Bench) -> bool:
+    """Whether a client that proved itself in time, and then said no hello, was hung up on."""
+    with contextlib.suppress(ConnectionError), contextlib.closing(bench.connect()) as client:
+        return client.finish().is_closed()
+    return False
 
 
 def test_garbage_and_replay_end_their_connection_only(bench: Bench) -> None:
