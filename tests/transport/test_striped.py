@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
+import attrs
 import pytest
 
 from pdplane.errors import LocalProtocolError
 from pdplane.ids import Generation, Life, Rank, Room
 from pdplane.transport.fence import Writer
-from pdplane.transport.greeting import Bundle
+from pdplane.transport.greeting import Bundle, SenderGreeting
 from pdplane.transport.landing import Writers
 from pdplane.transport.options import TransportOptions
-from pdplane.transport.reports import Connected, ConnectFailed, Disconnected, Landed, Pushed, PushFailed
-from tests.transport.ends import Ends, expected, permuted, push, random_arena, whole
+from pdplane.transport.reports import Connected, ConnectFailed, Disconnected, Landed, Pushed, PushFailed, Resumed
+from pdplane.transport.stream_line import StreamLine
+from pdplane.transport.striped import StripedSender
+from tests.transport.ends import PREFILL_LIFE, Ends, Reports, expected, permuted, push, random_arena, whole
+from tests.transport.proxy import Proxy
 
 NBYTES = 8 << 20
 STREAMS = 3
@@ -98,6 +104,33 @@ def test_close_and_cancel_end_every_push_once(ends: Ends) -> None:
         sender.submit(push(8, whole(NBYTES), number))
     sender.close()
     assert len(reports.ends(40)) == 40
+
+
+@pytest.mark.parametrize("cut_after", [600, 300_000, 2_000_000])
+@pytest.mark.parametrize("cut_stream", range(STREAMS))
+def test_a_push_survives_the_cut_of_one_of_its_streams(tcp: Ends, cut_stream: int, cut_after: int) -> None:
+    """The others go on meanwhile; what the cut stream sent whole counts once."""
+    source, decode = random_arena(NBYTES), tcp.decode(NBYTES)
+    decode.open_all(7)
+    reports = Reports()
+    options = attrs.evolve(OPTIONS, segment_bytes=1 << 17, resume_pause_s=0.01)
+    with Proxy(decode.receiver.endpoint, cut_after=cut_after) as proxy:
+
+        def make_line(bundle: Bundle) -> StreamLine:
+            peer = proxy.endpoint if bundle.stream == cut_stream else decode.receiver.endpoint
+            greeting = SenderGreeting(decode.session, Writer(Rank(0), PREFILL_LIFE), None, None, bundle)
+            return StreamLine(peer, greeting, source, options)
+
+        with closing(StripedSender(make_line, decode.session, source, reports, options)) as sender:
+            sender.start()
+            copies = permuted(NBYTES, 1 << 16)
+            sender.submit(push(7, copies))
+            assert reports.ends(1) == [Pushed(decode.session, Room(7), Generation(1), 0, NBYTES)]
+            assert len(reports.of(Resumed)) == 1
+            assert not reports.of(Disconnected)
+    assert (decode.arena.bytes == expected(source, NBYTES, copies)).all()
+    assert decode.fence.landed(Room(7), Generation(1)) == {0: NBYTES}
+    assert decode.reports.of(Landed)[-1].nbytes == NBYTES
 
 
 class _Line:
