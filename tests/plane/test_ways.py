@@ -80,10 +80,10 @@ class CutLine(SlowLine):
 
 
 def test_a_cut_under_a_push_costs_nobody_the_room(
-    start_prefill: StartPrefill, start_decode: StartDecode, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, start_prefill: StartPrefill, start_decode: StartDecode
 ) -> None:
     scissors = Scissors(segments=2, cuts=2)
-    monkeypatch.setitem(TRANSPORTS, "cut", scissors.transport())
+    monkeypatch.setitem(TRANSPORTS, "cut", scissors.transport())  # the first fixture: known until the planes are closed
     prefill = start_prefill(transport="cut", transport_options=TransportOptions(segment_bytes=256, resume_pause_s=0.01))
     decode = start_decode(transport="tcp")
     meet(prefill, decode).serve()
@@ -93,10 +93,10 @@ def test_a_cut_under_a_push_costs_nobody_the_room(
 
 
 def test_a_link_that_always_breaks_fails_the_room_and_frees_its_blocks(
-    start_prefill: StartPrefill, start_decode: StartDecode, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, start_prefill: StartPrefill, start_decode: StartDecode
 ) -> None:
     scissors = Scissors(segments=1, cuts=99)
-    monkeypatch.setitem(TRANSPORTS, "cut", scissors.transport())
+    monkeypatch.setitem(TRANSPORTS, "cut", scissors.transport())  # the first fixture: known until the planes are closed
     prefill = start_prefill(transport="cut", transport_options=TransportOptions(segment_bytes=256, resume_pause_s=0.01))
     decode = start_decode(transport="tcp")
     meeting = meet(prefill, decode)
