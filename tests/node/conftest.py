@@ -21,7 +21,9 @@ from pdplane.testing.toy_engine import ToyDecodeEngine, ToyPrefillEngine
 from pdplane.testing.toy_model import ToyOptions, toy_answer
 from tests.waiting import PATIENCE_S, until
 
-SHORT: dict[str, Any] = {"bootstrap_timeout_s": 5, "waiting_timeout_s": 5, "ping_interval_s": 0.3, "tombstone_s": 0.1}
+SHORT: dict[str, Any] = {"bootstrap_timeout_s": 5, "waiting_timeout_s": 5, "tombstone_s": 0.1}
+ALERT: dict[str, Any] = {"ping_interval_s": 0.3}
+"""For both sides of a test that waits for silence to be noticed: after 0.9 s. A busy machine pauses as long."""
 
 
 def prompt(seed: int, length: int | None = None) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from pdplane.ids import new_room
-from tests.node.conftest import Daemons, Decode, Prefill, call, idle, prompt
+from tests.node.conftest import ALERT, Daemons, Decode, Prefill, call, idle, prompt
 from tests.node.victim import LENGTH, Victim
 from tests.waiting import until
 
@@ -20,7 +20,7 @@ def rooms(side: Prefill | Decode) -> dict[str, int]:
 
 @pytest.mark.parametrize("arrow", ["offered", "computing", "generating"])
 def test_prefill_is_killed(daemons: Daemons, arrow: str) -> None:
-    decode = daemons.decode()
+    decode = daemons.decode(**ALERT)
     with Victim("prefill") as victim:
         room = new_room()
         running = call(None, decode, prompt(SEED, LENGTH), at=victim.rendezvous, room=room)
@@ -43,13 +43,13 @@ def test_prefill_is_killed(daemons: Daemons, arrow: str) -> None:
             (cause,) = running.causes()
             assert "prefill" in cause
         until(lambda: idle(decode), "decode's start values")
-        again = daemons.prefill(bootstrap_port=victim.port)
+        again = daemons.prefill(bootstrap_port=victim.port, **ALERT)
         assert call(again, decode, prompt(SEED)).is_right(daemons.options)
 
 
 @pytest.mark.parametrize("arrow", ["offered", "computing", "generating"])
 def test_decode_is_killed(daemons: Daemons, arrow: str) -> None:
-    prefill = daemons.prefill()
+    prefill = daemons.prefill(**ALERT)
     with Victim("decode") as victim:
         room = new_room()
         prefill.hold.clear()
@@ -71,13 +71,13 @@ def test_decode_is_killed(daemons: Daemons, arrow: str) -> None:
             assert "lost" in cause
         prefill.hold.set()
         until(lambda: idle(prefill), "prefill's start values")
-        again = daemons.decode(data_port=victim.port)
+        again = daemons.decode(data_port=victim.port, **ALERT)
         assert call(prefill, again, prompt(SEED)).is_right(daemons.options)
         until(lambda: prefill.node.statistics()["sessions"]["sessions"] == 1)
 
 
 def test_decode_is_killed_while_bytes_are_on_their_way(daemons: Daemons) -> None:
-    prefill = daemons.prefill()
+    prefill = daemons.prefill(**ALERT)
     with Victim("decode") as victim:
         room = new_room()
         prefill.hold.clear()
@@ -93,25 +93,25 @@ def test_decode_is_killed_while_bytes_are_on_their_way(daemons: Daemons) -> None
 
 @pytest.mark.parametrize("blocks", [64, 20], ids=["the same size", "another block count"])
 def test_prefill_comes_back_at_once_behind_its_port(daemons: Daemons, blocks: int) -> None:
-    decode = daemons.decode()
-    first = daemons.prefill()
+    decode = daemons.decode(**ALERT)
+    first = daemons.prefill(**ALERT)
     assert call(first, decode, prompt(1)).is_right(daemons.options)
     first.node.close()
     options = attrs.evolve(daemons.options, num_lcm_blocks=blocks)
-    second = daemons.prefill(options, bootstrap_port=first.port)
+    second = daemons.prefill(options, bootstrap_port=first.port, **ALERT)
     for seed in range(5):
         assert call(second, decode, prompt(seed)).is_right(daemons.options)
 
 
 def test_a_killed_prefill_that_comes_back_serves_the_first_request(daemons: Daemons) -> None:
-    decode = daemons.decode()
+    decode = daemons.decode(**ALERT)
     with Victim("prefill") as victim:
         room = new_room()
         running = call(None, decode, prompt(SEED, LENGTH), at=victim.rendezvous, room=room)
         victim.say("prefill", room, SEED)
         assert running.is_right(daemons.options)
         victim.kill()
-        again = daemons.prefill(bootstrap_port=victim.port)
+        again = daemons.prefill(bootstrap_port=victim.port, **ALERT)
         for seed in range(5):
             assert call(again, decode, prompt(seed)).is_right(daemons.options)
         assert decode.node.statistics()["sessions"] == {"peers": 1, "sessions": 1}

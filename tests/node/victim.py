@@ -22,7 +22,7 @@ from pdplane.node.prefill import PrefillNode
 from pdplane.node.protocols import DecodeRequest, PrefillRequest
 from pdplane.plane.config import DecodeConfig, PrefillConfig
 from pdplane.testing.toy_engine import ToyDecodeEngine, ToyPrefillEngine
-from tests.node.conftest import SHORT, prompt
+from tests.node.conftest import ALERT, SHORT, prompt
 from tests.waiting import until
 
 LENGTH = 30
@@ -33,7 +33,7 @@ def tell(*words: object) -> None:
 
 
 def run_prefill(hold: threading.Event, port: int) -> None:
-    node = PrefillNode(ToyPrefillEngine(hold=hold), PrefillConfig(**SHORT, bootstrap_port=port))
+    node = PrefillNode(ToyPrefillEngine(hold=hold), PrefillConfig(**SHORT | ALERT, bootstrap_port=port))
     node.start()
     until(lambda: node.ready)
     tell("ready", node.info()["bootstrap_port"])
@@ -49,7 +49,7 @@ def run_prefill(hold: threading.Event, port: int) -> None:
 
 
 def run_decode(hold: threading.Event, port: int) -> None:
-    node = DecodeNode(ToyDecodeEngine(hold=hold), DecodeConfig(**SHORT, data_port=port))
+    node = DecodeNode(ToyDecodeEngine(hold=hold), DecodeConfig(**SHORT | ALERT, data_port=port))
     node.start()
     tell("ready", Endpoint.parse(node.info()["data"]).port)
     for line in sys.stdin:

@@ -22,7 +22,7 @@ from tests.waiting import until
 StartPrefill = Callable[..., PrefillSide]
 StartDecode = Callable[..., DecodeSide]
 
-SHORT: dict[str, Any] = {"bootstrap_timeout_s": 5, "waiting_timeout_s": 5, "ping_interval_s": 0.3, "tombstone_s": 0.3}
+SHORT: dict[str, Any] = {"bootstrap_timeout_s": 5, "waiting_timeout_s": 5, "tombstone_s": 0.3}
 
 
 @pytest.fixture
