@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 
 import pytest
 
-from tests.testing.bench import Said, needs_mooncake, pair
+from tests.testing.bench import Peer, Said, needs_mooncake, pair
 
-LEGACY = ("--channel", "legacy", "--transport", "mooncake")
-
+# Each rank in a process of its own: the end of an engine stops its whole process.
+legacy_pair = partial(pair, link=("--channel", "legacy", "--transport", "mooncake"), kind=Peer)
 
 pytestmark = needs_mooncake
 
@@ -29,7 +30,7 @@ def _all_good(prefills: list[Said], decodes: list[Said], rooms: tuple[int, ...] 
 
 
 def test_one_room_tells_what_the_contract_says() -> None:
-    (prefill,), (decode,) = pair(1, 1, prefill=["--token", "55", "--spec", "5,6"], link=LEGACY)
+    (prefill,), (decode,) = legacy_pair(1, 1, prefill=["--token", "55", "--spec", "5,6"])
     assert (prefill.exit_code, decode.exit_code) == (0, 0)
     ready = decode.of("ready")[0]
     assert ready["zmq"].startswith("tcp://127.0.0.1:")
@@ -46,17 +47,17 @@ def test_one_room_tells_what_the_contract_says() -> None:
 def test_ranks_and_layouts(prefill_tp: int, decode_tp: int, layout: str) -> None:
     both = ["--rooms", "1,2", "--layout", layout, "--prompt-len", "43"]
     ports = (_free_port(), _free_port())
-    _all_good(*pair(prefill_tp, decode_tp, *both, link=LEGACY, reduce_ports=ports), (1, 2))
+    _all_good(*legacy_pair(prefill_tp, decode_tp, *both, reduce_ports=ports), (1, 2))
 
 
 def test_chunks_and_layers_into_a_suffix() -> None:
     chunks = ["--layerwise-interval", "1", "--chunk", "8", "--chunk-start", "4"]
     both = ["--prompt-len", "43"]
-    _all_good(*pair(2, 1, *both, prefill=chunks, decode=["--prefix-len", "12"], link=LEGACY))
+    _all_good(*legacy_pair(2, 1, *both, prefill=chunks, decode=["--prefix-len", "12"]))
 
 
 def test_an_aborted_room_fails_on_both_sides() -> None:
-    (prefill,), (decode,) = pair(1, 1, "--expect", "failed", prefill=["--abort", "1"], link=LEGACY)
+    (prefill,), (decode,) = legacy_pair(1, 1, "--expect", "failed", prefill=["--abort", "1"])
     assert (prefill.exit_code, decode.exit_code) == (0, 0)
     assert "aborted" in prefill.of("FailedEvent")[0]["reason"]
     assert decode.done == {**decode.done, "rooms": {"1": "failed"}, "stray_bytes": 0}
