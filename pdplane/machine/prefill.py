@@ -300,11 +300,10 @@ class PrefillMachine:
     def _cancelled_by_decode(self, turn: PrefillTurn, peer: Peer, cancel: Cancel) -> None:
         """End the use that the decode rank offered, or that it only announced: the notice before names its prompt."""
         number, cause = cancel.room, f"cancelled by decode: {cancel.cause}"
-        window = self._sessions.announced(peer.identity, number)
-        room = self._rooms.get(number)
+        window, room = peer.window, self._rooms.get(number)
         if room is not None and room.takes_part(peer.identity, cancel.generation):
             self._rooms.break_(turn, room, cause)
-        elif peer.session is None or window is None or window.generation != cancel.generation:
+        elif peer.session is None or window is None or (window.room, window.generation) != (number, cancel.generation):
             self._rejected["late"] += 1
         elif room is None:
             use = Use((peer.session, peer.life), cancel.generation)

@@ -108,6 +108,13 @@ def test_a_cancel_that_proves_no_part_harms_nobody(prefill: PrefillWitness, word
     assert isinstance(prefill.handle(*offer(9))[0], Windowed)
 
 
+def test_a_cancel_takes_no_other_rooms_notice(prefill: PrefillWitness) -> None:
+    prefill.handle(request())
+    notice, sent = offer(3)
+    other = events.NoticeReceived(ME, Cancel(Room(8), Generation(2), "gone"))
+    assert isinstance(prefill.handle(notice, other, sent)[0], Windowed)
+
+
 def test_a_use_that_failed_here_first_is_not_mistaken_for_a_new_one(prefill: PrefillWitness) -> None:
     """Prefill cancels, decode has not offered yet and cancels too: the number's next request has its usual time."""
     prefill.handle(request(1), events.RoomCancelled(ROOM, 1, "gone"), *announced())
