@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-_PATIENCE_S = 3.0  # a joined thread's file descriptors may close a moment later
+from tests.waiting import PATIENCE_S
 
 
 def _descriptors() -> dict[str, str]:
@@ -36,7 +36,7 @@ def _leaks(threads: set[threading.Thread], descriptors: dict[str, str]) -> list[
 def _nothing_kept() -> Iterator[None]:
     threads, descriptors = set(threading.enumerate()), _descriptors()
     yield
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S  # a joined thread's file descriptors may close a moment later
     while leaks := _leaks(threads, descriptors):
         gc.collect()
         if time.monotonic() > deadline:

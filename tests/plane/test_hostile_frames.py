@@ -127,7 +127,15 @@ def test_a_rendezvous_may_name_any_host(start_prefill: StartPrefill, start_decod
     target, manifest = decode.lend(10)
     with RawPrefill(decode.plane.layout, host=host) as raw:
         room = decode.plane.open(1, prefill=raw.rendezvous, manifest=manifest)
-        with pytest.raises(RoomFailed, match=r"cannot connect|rank_ip|did not register"):
+        with pytest.raises(RoomFailed, match=r"cannot connect|rank_ip|did not register|no known host name"):
             room.wait(PATIENCE_S)
     decode.pool.release(target)
-    meet(start_prefill(), decode).serve()
+    prefill = start_prefill()
+
+    def served() -> bool:
+        with contextlib.suppress(RoomFailed):  # the second that the first room has is short for a busy machine
+            meet(prefill, decode).serve()
+            return True
+        return False
+
+    until(served, "a room that is served")
