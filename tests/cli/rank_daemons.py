@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import pytest
 from pdplane.ids import Endpoint, new_room
 from tests.cli.daemons import PATIENCE_S, command
 from tests.cli.processes import descendants, wait_gone
+from tests.free_ports import free_ports
 from tests.http_client import ask
 
 LAUNCHER = Path(sys.executable).parent / "mlx.launch"
@@ -162,21 +162,6 @@ def generate(prefill: RankedDaemon, decode: RankedDaemon, tokens: list[int], cou
     assert [answer.status for answer in answers] == [200, 200], [answer.body for answer in answers]
     ids: list[int] = answers[1].json["output_ids"]
     return ids
-
-
-def free_ports(count: int) -> range:
-    """As many ports in a row that nobody has now."""
-    while True:
-        with ExitStack() as stack:
-            first = stack.enter_context(closing(socket.socket()))
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                for number in range(1, count):
-                    stack.enter_context(closing(socket.socket())).bind(("127.0.0.1", port + number))
-            except (OSError, OverflowError):
-                continue
-            return range(port, port + count)
 
 
 def _command(pid: int) -> bytes:

@@ -18,7 +18,8 @@ from pdplane.engine.reference import single_process
 from pdplane.engine.thread import EngineThread
 from tests.cli.daemons import PATIENCE_S, command
 from tests.cli.processes import wait_gone
-from tests.cli.rank_daemons import STEP, RankedDaemon, free_ports, generate, needs_launcher, ranked
+from tests.cli.rank_daemons import STEP, RankedDaemon, generate, needs_launcher, ranked
+from tests.free_ports import free_ports
 from tests.http_client import ask
 from tests.waiting import until
 

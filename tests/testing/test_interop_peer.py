@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from pdplane.testing.bench_layouts import LAYOUTS
 from pdplane.testing.interop_peer import main
+from tests.free_ports import free_ports
 from tests.testing.bench import NATIVE, Peer, Said, ThreadedPeer, pair
 
 PREFILL_EVENTS = [
     "registered", "BootstrappedEvent", "preallocated", "manifests", "forward_done", "SucceededEvent"
 ]  # fmt: skip
 DECODE_EVENTS = ["registered", "BootstrappedEvent", "preallocated", "RemotePrefillDoneEvent"]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _all_good(prefills: list[Said], decodes: list[Said], rooms: tuple[int, ...] = (1,)) -> None:
@@ -64,9 +58,9 @@ def test_every_layout(layout: str) -> None:
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (1, 2), (4, 2)])
 def test_ranks_agree_on_each_poll(prefill_tp: int, decode_tp: int) -> None:
-    ports = (_free_port(), _free_port())
+    first, second = free_ports(2)
     kind = Peer if prefill_tp == 2 else ThreadedPeer
-    _all_good(*pair(prefill_tp, decode_tp, "--rooms", "1,2", reduce_ports=ports, kind=kind), (1, 2))
+    _all_good(*pair(prefill_tp, decode_tp, "--rooms", "1,2", reduce_ports=(first, second), kind=kind), (1, 2))
 
 
 def test_idle_ranks_take_part_without_bytes() -> None:
@@ -131,7 +125,8 @@ def test_the_rendezvous_alone_serves_until_it_is_told_to_stop() -> None:
 
 
 def test_other_outcomes_than_expected_exit_with_one() -> None:
-    words = ["decode", *NATIVE, "--linger", "0.1", "--bootstrap", f"127.0.0.1:{_free_port()}", "--wait-bootstrap", "1"]
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    words = ["decode", *NATIVE, "--linger", "0.1", "--bootstrap", nobody, "--wait-bootstrap", "1"]
     late = ThreadedPeer(*words, "--timeout", "0.5", "--expect", "timeout")
     expected = ThreadedPeer(*words, "--expect", "failed")
     with Peer(*words) as unexpected:
