@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -14,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import attrs
 import zmq
 
+from pdplane.control.clock import AwakeClock
 from pdplane.errors import InternalError
 from pdplane.machine.actions import WakeAt
 from pdplane.machine.events import Tick
@@ -74,6 +74,7 @@ class Reactor(Generic[Event, Action]):
         self._bell: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
         self._wake: float | None = None
+        self._clock = AwakeClock()
 
     # ---- any thread
 
@@ -158,15 +159,17 @@ class Reactor(Generic[Event, Action]):
             self._broken(error)
 
     def _turn(self) -> bool:
-        timeout = _IDLE_S if self._wake is None else min(_IDLE_S, max(0.0, self._wake - time.monotonic()))
+        timeout = _IDLE_S if self._wake is None else min(_IDLE_S, max(0.0, self._wake - self._clock.now()))
+        self._clock.lap(timeout)
         ready = dict(self._poller.poll(int(timeout * 1000) + 1 if timeout else 0))
+        self._clock.lap()
         if not self._take_posted():
             return False
         for ready_socket in ready:
             source = self._sources.get(ready_socket)
             if source is not None:
                 self._take_messages(source)
-        if self._wake is not None and time.monotonic() >= self._wake:
+        if self._wake is not None and self._clock.now() >= self._wake:
             self._feed(Tick())
         return True
 
@@ -203,7 +206,7 @@ class Reactor(Generic[Event, Action]):
         pending: deque[Event | Tick] = deque([event])
         while pending:
             self._wake = None
-            for action in self._machine.handle(pending.popleft(), time.monotonic()):
+            for action in self._machine.handle(pending.popleft(), self._clock.now()):
                 if isinstance(action, WakeAt):
                     self._wake = action.time
                 else:

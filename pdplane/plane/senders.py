@@ -126,8 +126,9 @@ class Senders:
         for sender in self._ending:
             sender.close()
         self._ending.clear()
-        for scheme in self._one_sided:
-            let_go(scheme, self._arena)
+        for scheme, one_sided in self._one_sided.items():
+            if one_sided:
+                let_go(scheme, self._arena)
 
     def _connect(self, session: SessionId, life: Life, arena_base: int, expected: Life | None = None) -> _Connection:
         self.close(session, life)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
@@ -30,8 +31,10 @@ class Echo:
     ticks: int = 0
     alarm: float | None = None
     heard: list[Said] = attrs.field(factory=list)
+    times: list[float] = attrs.field(factory=list)
 
     def handle(self, event: Said | Tick, now: float) -> Sequence[Said | WakeAt]:
+        self.times.append(now)
         if isinstance(event, Tick):
             self.ticks += 1
             if self.alarm is not None and now >= self.alarm:
@@ -121,6 +124,16 @@ def test_time_comes_without_other_traffic_and_without_a_storm(stage: Stage) -> N
     stage.reactor.post(Said("wake"))
     until(lambda: "alarm" in stage.performed, "the alarm")
     assert stage.machine.ticks <= 2  # one for the alarm, and no polling on the way to it
+
+
+def test_no_time_passes_while_the_thread_is_held_up(stage: Stage) -> None:
+    """Else every peer would have been silent for as long."""
+    stage.reactor.post(Said("before"))
+    stage.reactor.ask(lambda: time.sleep(2.0))
+    stage.reactor.post(Said("after"))
+    until(lambda: len(stage.machine.times) == 2)
+    before, after = stage.machine.times
+    assert after - before < 2.0
 
 
 def test_the_last_wake_up_time_counts(stage: Stage) -> None:
