@@ -8,27 +8,18 @@ from pdplane.engine.decode import DecodeEngine
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.prefill import PrefillEngine
 from pdplane.engine.reference import single_process
-from pdplane.errors import ConfigError
 from pdplane.ids import Room
 from pdplane.node.decode import DecodeNode
 from pdplane.node.prefill import PrefillNode
 from pdplane.node.protocols import DecodeRequest, PrefillRequest, Token
 from pdplane.plane.config import DecodeConfig, PrefillConfig
 from pdplane.testing.legacy_peer import LegacyRendezvous
-from pdplane.transport.registry import require_transport
 from tests.engine.pair import prompt_of
+from tests.mooncake_engine import needs_engine
 from tests.waiting import PATIENCE_S
 
 
-def _missing() -> str:
-    try:
-        require_transport("mooncake")
-    except ConfigError as wrong:
-        return str(wrong)
-    return ""
-
-
-@pytest.mark.skipif(bool(_missing()), reason=_missing())
+@needs_engine
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:gemma3", "tiny:deepseek_v3"])
 def test_two_nodes_that_know_each_other_as_legacy_peers(model: str) -> None:
     """The old rendezvous drops what native peers recognise each other by."""
