@@ -186,7 +186,10 @@ class Sessions:
         if session.life:
             self._check(turn, peer, session)
             return []
-        return self._bind(turn, session)
+        replaced = self._bind(turn, session)
+        if not session.route.dummy:  # nobody can say whose life answers, but the first room need not wait for that
+            turn.add(OpenData(session.id, session.life, session.registration.arena_base))
+        return replaced
 
     def _holder(self, session: Session) -> Session | None:
         """The other connection that has the session. Only a new life, if it answers there, takes it over at once."""

@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import default_rng
 
 from pdplane.ids import FieldId
 from pdplane.kv.layout import Layout
@@ -29,17 +30,22 @@ def bench_page(layout: Layout, field_id: FieldId, room: int, slot: int, tp_size:
     shape = (*field.shape[:axis], extent, *field.shape[axis + 1 :], element)
     page = _whole(room, field.group_id, field_id, slot, shape)
     shards = extent // field.shape[axis]
-    shard = tp_rank // (tp_size // shards)
-    mine, start = [], 0
-    for part in partition.global_parts or (extent,):
+    mine = _mine(partition.global_parts or (extent,), shards, tp_rank // (tp_size // shards))
+    return page.take(mine, axis).reshape(-1)
+
+
+@functools.lru_cache
+def _mine(parts: tuple[int, ...], shards: int, shard: int) -> npt.NDArray[np.intp]:
+    """The rows of the whole axis that a shard holds."""
+    found, start = [], 0
+    for part in parts:
         width = part // shards
-        mine.append(np.arange(start + shard * width, start + (shard + 1) * width))
+        found.append(np.arange(start + shard * width, start + (shard + 1) * width))
         start += part
-    return np.take(page, np.concatenate(mine), axis=axis).reshape(-1)
+    return np.concatenate(found)
 
 
-@functools.lru_cache(maxsize=256)
 def _whole(room: int, group_id: str, field_id: str, slot: int, shape: tuple[int, ...]) -> Octets:
     seed = hashlib.sha256(f"{room}/{group_id}/{field_id}/{slot}".encode()).digest()
-    random = np.random.default_rng(int.from_bytes(seed[:8], "little"))
+    random = default_rng(int.from_bytes(seed[:8], "little"))
     return random.integers(0, 256, size=math.prod(shape), dtype=np.uint8).reshape(shape)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from pdplane.ids import Generation, Rank, Room, SessionId
+from pdplane.ids import Generation, Life, Rank, Room, SessionId
 from pdplane.machine import actions, events
-from pdplane.machine.actions import CancelPush, Release, Send, Succeed, Windowed
+from pdplane.machine.actions import CancelPush, OpenData, Release, Send, Succeed, Windowed
 from pdplane.machine.settings import PrefillSettings
 from pdplane.messages import (
     Cancel,
@@ -219,7 +219,7 @@ def test_an_unknown_session_is_told_by_notice_or_by_status() -> None:
 
 def test_a_raw_peer_gets_statuses_only_and_waits_before_it_uses_a_room_again() -> None:
     prefill = PrefillWitness()
-    assert prefill.handle(registration(RAW)) == []
+    assert prefill.handle(registration(RAW)) == [OpenData(SESSION, Life(""))]
     prefill.handle(*offer(0, identity=RAW), request(1))
     assert prefill.handle(finish(1)) == [Send(RAW, SUCCESS), Succeed(ROOM, 1), Release(ROOM, 1)]
     assert prefill.handle(*offer(0, identity=RAW)) == [Send(RAW, FAILED)]
