@@ -137,6 +137,9 @@ class Window:
     generation: Generation
     prompt_hash: str
 
+    def names(self, room: Room, generation: Generation) -> bool:
+        return (self.room, self.generation) == (room, generation)
+
 
 @attrs.frozen
 class UnknownSession:

@@ -12,7 +12,8 @@ class AwakeClock:
     """Seconds that stand still while the thread that reads it cannot run.
 
     What others said meanwhile waits in the sockets, so deadlines that passed meanwhile are no sign of anything. One
-    thread owns it: it says at each `lap` how long it may be busy or wait until the next one.
+    thread owns it: it says at each `lap` how long it may be busy or wait until the next one, and reads it after a lap,
+    which takes out what has just been missed.
     """
 
     def __init__(self, read: Callable[[], float] = time.monotonic) -> None:

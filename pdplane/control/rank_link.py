@@ -71,8 +71,8 @@ class RankLink:
 
     def part(self, word: str) -> None:
         """Say a last word; the end of the other side is no loss from now on."""
-        self.send(word)
-        with self._changed:
+        with self._changed:  # once the word is out, the other side may end before we say that we part
+            self.send(word)
             self._parting = True
             self._changed.notify_all()
             if not self._backlog:
@@ -156,7 +156,9 @@ class RankLink:
         except WireError as error:
             reason = f"{self.name} speaks in another way: {error}"
         finally:  # also after a bug of ours, whose traceback follows
-            if not self._parting:
+            with self._changed:
+                parting = self._parting
+            if not parting:
                 on_lost(reason)
 
 

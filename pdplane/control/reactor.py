@@ -28,7 +28,7 @@ Event_contra = TypeVar("Event_contra", contravariant=True)
 Action_co = TypeVar("Action_co", covariant=True)
 
 _TURN = 256  # messages taken from one socket before the others get their turn
-_IDLE_S = 60.0
+_IDLE_S = 1.0  # of a pause that hits a wait, as much counts as the wait may take: less than a peer's silence
 
 
 class Machine(Protocol[Event_contra, Action_co]):
@@ -206,6 +206,7 @@ class Reactor(Generic[Event, Action]):
         pending: deque[Event | Tick] = deque([event])
         while pending:
             self._wake = None
+            self._clock.lap()
             for action in self._machine.handle(pending.popleft(), self._clock.now()):
                 if isinstance(action, WakeAt):
                     self._wake = action.time

@@ -112,6 +112,7 @@ class DecodeMachine:
             return
         if cause := self._closing or ("too many live rooms" if self._rooms.is_full else None):
             turn.add(Fail(event.room, event.ticket, RoomFailed(event.room, cause)))
+            self._decline(turn, event, cause)
             return
         room = self._rooms.open(turn, event)
         if peer := self._peers.fresh(event.bootstrap, event.room, turn.now):
@@ -121,10 +122,8 @@ class DecodeMachine:
 
     @_on.register
     def _(self, event: events.DecodeDeclined, turn: DecodeTurn) -> None:
-        peer = self._peers.fresh(event.bootstrap, event.room, turn.now)
-        if peer is not None and self._rooms.get(event.room) is None:  # else the number is another use's
-            window = Window(event.room, Generation(event.ticket), event.prompt_hash)
-            self._rooms.decline(turn, window, peer, event.cause)
+        if self._rooms.get(event.room) is None:  # else the number is another use's
+            self._decline(turn, event, event.cause)
 
     @_on.register
     def _(self, event: events.PeerFound, turn: DecodeTurn) -> None:
@@ -253,6 +252,11 @@ class DecodeMachine:
         self._peers.forget(turn, peer)
 
     # ---- rooms
+
+    def _decline(self, turn: DecodeTurn, event: events.DecodeRequested | events.DecodeDeclined, cause: str) -> None:
+        if peer := self._peers.fresh(event.bootstrap, event.room, turn.now):
+            window = Window(event.room, Generation(event.ticket), event.prompt_hash)
+            self._rooms.decline(turn, window, peer, cause)
 
     def _failed_by_prefill(self, turn: DecodeTurn, peer: Peer, failed: Failed) -> None:
         if room := self._rooms.waiting(turn, failed.room, failed.generation, peer):

@@ -28,7 +28,8 @@ class Tombstone:
     """An ended room. `ended` holds the newest generation that is over, by decode rank.
 
     `requested` is False for offers that nobody asked for: such a room failed no caller. `members` are the decode
-    ranks that had offered blocks for this use, or were told that it failed; `prompts` the hashes that they named.
+    ranks whose part in this use is over: they had offered blocks, had given it up, or were told that it failed.
+    `prompts` are the hashes that they named.
     """
 
     cause: str | None  # None: it succeeded

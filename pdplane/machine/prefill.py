@@ -282,7 +282,7 @@ class PrefillMachine:
             if offer.generation:
                 self._rooms.withdraw(turn, number, offer.use, offer.prompt_hash, cause)
         elif room.takes_offers or room.takes_part(identity, offer.generation):
-            self._rooms.break_(turn, room, cause)
+            self._rooms.decline(turn, room, offer.use, cause)
 
     def _settle(self, turn: PrefillTurn, room: PrefillRoom) -> None:
         if conflict := room.prompt_conflict():
@@ -300,16 +300,20 @@ class PrefillMachine:
     def _cancelled_by_decode(self, turn: PrefillTurn, peer: Peer, cancel: Cancel) -> None:
         """End the use that the decode rank offered, or that it only announced: the notice before names its prompt."""
         number, cause = cancel.room, f"cancelled by decode: {cancel.cause}"
-        window, room = peer.window, self._rooms.get(number)
+        room = self._rooms.get(number)
         if room is not None and room.takes_part(peer.identity, cancel.generation):
             self._rooms.break_(turn, room, cause)
-        elif peer.session is None or window is None or (window.room, window.generation) != (number, cancel.generation):
+            return
+        session = self._sessions.owner(peer.identity, peer.session) if peer.session else None
+        prompt_hash = peer.window.prompt_hash if peer.window and peer.window.names(number, cancel.generation) else ""
+        if session is not None and prompt_hash and (room is None or room.asks_for(prompt_hash)):
+            use = Use((session.id, session.life), cancel.generation)
+            if room is None:
+                self._rooms.withdraw(turn, number, use, prompt_hash, cause)
+            else:
+                self._rooms.decline(turn, room, use, cause)
+        else:
             self._rejected["late"] += 1
-        elif room is None:
-            use = Use((peer.session, peer.life), cancel.generation)
-            self._rooms.withdraw(turn, number, use, window.prompt_hash, cause)
-        elif room.takes_offers and room.request and room.request.prompt_hash == (window.prompt_hash or None):
-            self._rooms.break_(turn, room, cause)
 
 
 def _validate(manifest: Manifest | None, session: Session) -> None:

@@ -44,6 +44,7 @@ class PrefillRoom:
     request: PrefillRequested | None = None
     finish: RoomFinished | None = None
     offers: dict[SessionId, Offered] = attrs.field(factory=dict)
+    declined: list[Use] = attrs.field(factory=list)  # uses of it that decode ranks took no part in
     pushes: set[int] = attrs.field(factory=set)
     cause: str | None = None
     story: list[str] = attrs.field(factory=list)
@@ -62,6 +63,10 @@ class PrefillRoom:
     def takes_part(self, identity: bytes, generation: Generation) -> bool:
         """Whether this connection's offer of this generation is one of the room's."""
         return any(o.session.identity == identity and o.generation == generation for o in self.offers.values())
+
+    def asks_for(self, prompt_hash: str) -> bool:
+        """Whether its request waits for offers, and is of this prompt."""
+        return self.takes_offers and self.request is not None and self.request.prompt_hash == prompt_hash
 
     def place_conflict(self, newcomer: Offered) -> str | None:
         """Why an offer has no place beside the others: the newcomer's fault, the room is not harmed."""

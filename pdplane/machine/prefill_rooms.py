@@ -134,7 +134,9 @@ class PrefillRooms:
     def withdraw(self, turn: PrefillTurn, number: Room, use: Use, prompt_hash: str, cause: str) -> None:
         """A decode rank takes no part in a use of a number that no room has now."""
         stone = self._graveyard.find(number, turn.now)
-        if stone is not None and stone.missed_by(use.peer):
+        if stone is not None and stone.covers(use):
+            return
+        if stone is not None and (stone.missed_by(use.peer) or (stone.requested and stone.is_raw)):
             self.remember(turn, number, stone, use)
             return
         self._graveyard.bury(
@@ -149,13 +151,19 @@ class PrefillRooms:
             ),
         )
 
+    def decline(self, turn: PrefillTurn, room: PrefillRoom, use: Use, cause: str) -> None:
+        """Break a room because a decode rank takes no part in it; a later generation of that rank is another use."""
+        if use.generation:
+            room.declined.append(use)
+        self.break_(turn, room, cause)
+
     def remember(self, turn: PrefillTurn, number: Room, stone: Tombstone, use: Use) -> None:
         """A decode rank's word came for a room that had failed before: its use is over too."""
         self._graveyard.bury(
             number,
             attrs.evolve(
                 stone,
-                until=turn.now + self._settings.tombstone_s,
+                until=max(stone.until, turn.now + self._settings.tombstone_s),
                 ended=merge(stone.ended, use),
                 members=stone.members | {use.peer},
             ),
@@ -209,13 +217,14 @@ class PrefillRooms:
     def _bury(self, turn: PrefillTurn, room: PrefillRoom) -> None:
         self._timers.drop(room.room)
         del self._live[room.room]
-        uses = [offer.use for offer in room.offers.values()]
+        uses = [*(offer.use for offer in room.offers.values()), *room.declined]
+        gave_up = room.before.members if room.before and room.withdrawn else frozenset()
         stone = Tombstone(
             cause=room.cause,
             until=turn.now + self._settings.tombstone_s,
             requested=room.request is not None,
             ended=merge(room.ended, *uses),
-            members=frozenset(use.peer for use in uses),
+            members=gave_up.union(use.peer for use in uses),
             prompts=frozenset(offer.prompt_hash for offer in room.offers.values() if offer.prompt_hash),
         )
         if any(is_legacy(offer.session.identity) for offer in room.offers.values()):

@@ -95,6 +95,7 @@ class DecodeNode:
         """Begin a decode leg; ends in its `done`. Raises ConfigError, PoolExhausted, LocalProtocolError (live room)."""
         queue = self._queue
         if queue is None or self._draining:
+            self._decline(request, "decode takes no requests now")
             raise LocalProtocolError("this decode takes no requests now")
         try:
             check_prompt(self._engine, request.tokens)

@@ -168,8 +168,8 @@ class DecodePlane:
     def decline(self, room: int, *, prefill: Endpoint, prompt_hash: str, cause: str) -> None:
         """Tell prefill that no blocks will come for this room, so that its request ends at once and not by a timeout.
 
-        Best effort: only a prefill that this decode is registered with hears of it, and it believes it for a request of
-        the same prompt (see `hash_prompt`). Does nothing while the room is live here, or when the plane is closed.
+        Best effort: only a prefill that this decode is registered with hears of it, and it believes it of a request
+        with the same prompt hash (see `hash_prompt`). Does nothing while the room is live here, or on a closed plane.
         """
         _check_prompt_hash(prompt_hash)
         number, ticket = check_room(room), self._handles.ticket()

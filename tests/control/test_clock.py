@@ -42,6 +42,7 @@ def test_time_never_goes_back() -> None:
         clock.lap()
         seen.append(clock.now())
     assert seen == sorted(seen)
+    assert seen[-1] - 100.0 == pytest.approx(0.1 + 0.24)
 
 
 def test_the_first_lap_has_nothing_before_it() -> None:

@@ -328,6 +328,16 @@ def test_prefill_is_told_of_a_room_that_gets_no_blocks(decode: DecodeWitness) ->
     assert decode.machine.counts().rooms == {}
 
 
+def test_prefill_is_told_of_a_room_that_the_machine_refuses() -> None:
+    decode = DecodeWitness(DecodeSettings(max_rooms=1))
+    decode.handle(want(1), FOUND, registered())
+    assert seen(decode.handle(want(2, Room(8)))) == [
+        (2, "too many live rooms"),
+        Tell(CHANNEL, Window(Room(8), Generation(2), "hash")),
+        Tell(CHANNEL, Cancel(Room(8), Generation(2), "too many live rooms")),
+    ]
+
+
 def test_nobody_is_told_whom_it_does_not_concern(decode: DecodeWitness) -> None:
     assert decode.handle(declined()) == []  # another use of the number is live
     assert decode.handle(declined(Endpoint("elsewhere", 1), Room(8))) == []

@@ -5,14 +5,23 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from pdplane.ids import Generation, Room
+from pdplane.ids import Generation, Life, Room, SessionId
 from pdplane.machine import actions, events
-from pdplane.machine.actions import Release, Windowed
+from pdplane.machine.actions import Release, Succeed, Windowed
 from pdplane.machine.settings import PrefillSettings
 from pdplane.messages import Cancel, Window
 from tests.machine.asked import registered_prefill, seen, told, windowed
-from tests.machine.said import ROOM, connected, hello, offer, registration, request
-from tests.machine.witness import ME, OTHER, PrefillWitness
+from tests.machine.said import NEW_LIFE, ROOM, connected, finish, hello, offer, registration, request
+from tests.machine.witness import (
+    DECODE_LIFE,
+    LAYOUT,
+    LEGACY,
+    ME,
+    OTHER,
+    REGISTRATION,
+    PrefillWitness,
+    is_local,
+)
 
 CAUSE = "cancelled by decode: the client left"
 GRACE_S = PrefillSettings().reoffer_s
@@ -25,6 +34,11 @@ def prefill() -> PrefillWitness:
 
 def cancel(generation: int = 1, identity: bytes = ME) -> events.NoticeReceived:
     return events.NoticeReceived(identity, Cancel(ROOM, Generation(generation), "the client left"))
+
+
+def stranger(life: Life = NEW_LIFE) -> list[events.PrefillEvent]:
+    """Says hello and registers; nobody has answered for it at the session's address."""
+    return [hello(OTHER, life), registration(OTHER)]
 
 
 def announced(generation: int = 1, prompt_hash: str = "hash", identity: bytes = ME) -> list[events.PrefillEvent]:
@@ -98,14 +112,61 @@ def test_another_prompt_is_another_use(prefill: PrefillWitness, gone: list[event
         announced(prompt_hash="another"),
         announced(prompt_hash=""),
         announced(identity=OTHER),  # a stranger's
+        [*stranger(), *announced(identity=OTHER)],
+        [*stranger(), connected(NEW_LIFE), *announced()],  # from the connection that lost the session
         [events.NoticeReceived(ME, Window(ROOM, Generation(2), "hash")), cancel(1)],
         [events.NoticeReceived(ME, Window(Room(8), Generation(1), "hash")), cancel(1)],
     ],
 )
 def test_a_cancel_that_proves_no_part_harms_nobody(prefill: PrefillWitness, word: list[events.PrefillEvent]) -> None:
     prefill.handle(request())
-    assert prefill.handle(*word) == []
-    assert isinstance(prefill.handle(*offer(9))[0], Windowed)
+    prefill.handle(*word)
+    assert prefill.machine.counts().rooms == {"opened": 1}
+    prefill.handle(*word[-2:])
+    prefill.handle(events.RoomCancelled(ROOM, 1, "gone"), request(2))
+    assert after_the_grace(prefill) == []  # nor is there a tombstone of it
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        [request(1), *announced(1)],
+        [request(1), *offer(1, prompt_len=60)],
+        [*announced(1), request(1)],
+        [*offer(1), cancel(1), request(1)],
+    ],
+    ids=["declined", "an unusable offer", "declined before", "taken back"],
+)
+def test_the_next_use_of_the_number_is_another_one(prefill: PrefillWitness, over: list[events.PrefillEvent]) -> None:
+    prefill.handle(*over)
+    after_the_grace(prefill)
+    assert prefill.ended
+    assert prefill.handle(*offer(2)) == []
+    assert prefill.handle(request(2)) == [windowed(2, 2)]
+
+
+def test_the_next_use_may_be_declined_as_well(prefill: PrefillWitness) -> None:
+    prefill.handle(request(1), *announced(1), *announced(2))
+    prefill.handle(request(2))
+    assert after_the_grace(prefill) == [(2, CAUSE), Release(ROOM, 2)]
+
+
+def test_what_is_remembered_of_a_legacy_room_stays() -> None:
+    """Its late words look like those of a new use: no native decode rank opens the number to them."""
+    prefill = PrefillWitness()
+    native = attrs.evolve(REGISTRATION, session=SessionId("native:1"), host="native")
+    prefill.handle(
+        registration(LEGACY),
+        hello(),
+        events.RegistrationReceived(ME, native, LAYOUT),
+        events.DataConnected(native.session, DECODE_LIFE, DECODE_LIFE),
+        request(1),
+        *offer(0, identity=LEGACY),
+    )
+    assert prefill.handle(finish(1))[-2:] == [Succeed(ROOM, 1), Release(ROOM, 1)]
+    prefill.handle(*announced())
+    refused, _ = prefill.handle(request(2))
+    assert is_local(refused)
 
 
 def test_a_cancel_takes_no_other_rooms_notice(prefill: PrefillWitness) -> None:
