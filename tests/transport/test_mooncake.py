@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-import time
 from collections.abc import Iterator
 
 import attrs
@@ -155,16 +154,14 @@ def test_the_interpreter_goes_on_while_an_engine_waits_for_its_peer(
     """The peer stops between the knock and the engine's own handshake, which no close can end."""
     with _listener() as (listener, session):
         options = TransportOptions(close_timeout_s=0.1)
-        began = time.monotonic()
         sender, reports = _sender(senders, decode, source, session=session, options=options)
         listener.accept()[0].close()
         handshake = listener.accept()[0]
         with handshake:
             assert handshake.recv(8)
             sender.close()
-            assert not sender.ended
+            assert not sender.ended  # so this thread has run while that one was stuck
         until(lambda: sender.ended, "the end of the sender's thread")
-        assert time.monotonic() - began < 30, "the engine's own patience is 60 s"
         assert reports.of(Connected) == []
 
 
