@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -83,6 +84,24 @@ def test_whoever_parts_is_not_told_that_the_other_is_gone(ends: list[End]) -> No
     one.link.close()
     to_one.link.wait_end(PATIENCE_S)
     assert to_one.hears() == ("done", 5, "")
+    assert not to_one.lost.done()
+
+
+def test_whoever_parts_has_said_so_before_the_other_side_can_answer(
+    ends: list[End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_one, _, one, _ = ends
+    send = to_one.link.send
+
+    def interrupted(word: str) -> None:
+        send(word)
+        assert one.hears()[0] == word
+        one.link.close()
+        time.sleep(0.3)  # the reader finds the end meanwhile
+
+    monkeypatch.setattr(to_one.link, "send", interrupted)
+    to_one.link.part("bye")
+    to_one.link.wait_end(PATIENCE_S)
     assert not to_one.lost.done()
 
 

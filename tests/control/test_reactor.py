@@ -10,6 +10,7 @@ import attrs
 import pytest
 import zmq
 
+from pdplane.control.clock import AwakeClock
 from pdplane.control.reactor import Reactor
 from pdplane.errors import InternalError
 from pdplane.machine.actions import WakeAt
@@ -134,6 +135,19 @@ def test_no_time_passes_while_the_thread_is_held_up(stage: Stage) -> None:
     until(lambda: len(stage.machine.times) == 2)
     before, after = stage.machine.times
     assert after - before < 2.0
+
+
+def test_of_a_pause_that_hits_a_wait_little_counts(stage: Stage) -> None:
+    """Both sides may have been stopped: then none of them has said anything meanwhile."""
+    stopped_s = 0.0
+    stage.reactor.ask(lambda: setattr(stage.reactor, "_clock", AwakeClock(lambda: time.monotonic() + stopped_s)))
+    stage.reactor.post(Said("before"))
+    until(lambda: len(stage.machine.times) == 1)
+    stopped_s = 25.0
+    stage.reactor.post(Said("after"))
+    until(lambda: len(stage.machine.times) == 2)
+    before, after = stage.machine.times
+    assert after - before < 25.0
 
 
 def test_the_last_wake_up_time_counts(stage: Stage) -> None:
