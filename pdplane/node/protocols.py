@@ -12,12 +12,78 @@ from typing import Any, Literal, Protocol
 
 import attrs
 
+from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint, GroupId, Room
 from pdplane.kv.arena import Arena
 from pdplane.kv.arrays import U64
 from pdplane.kv.layout import Layout
 
 FinishReason = Literal["stop", "length"]
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one place of an answer and their natural logprobs, the likeliest first."""
+
+MAX_TOP_LOGPROBS = 20
+
+_LARGEST = 3.0e38  # what a float32 holds
+_SAMPLING_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, _LARGEST),
+    "top_p": (0, 1),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0, 1),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 0.5),
+    "repetition_penalty": (0, _LARGEST),
+    "repetition_context_size": (0, 2**31 - 1),
+    "presence_penalty": (-_LARGEST, _LARGEST),
+    "presence_context_size": (0, 2**31 - 1),
+    "frequency_penalty": (-_LARGEST, _LARGEST),
+    "frequency_context_size": (0, 2**31 - 1),
+    "top_logprobs": (0, MAX_TOP_LOGPROBS),
+}
+
+
+@attrs.frozen
+class Sampling:
+    """How the tokens of one answer are chosen; names and meanings are mlx-lm's. The default is greedy.
+
+    A penalty looks at the last `*_context_size` tokens of prompt and answer, 0: at all of them. With a `seed` the
+    tokens are those of one mlx-lm process with that seed; without one they differ each time. Temperature 0 takes the
+    likeliest token after biases and penalties, whatever the seed. Raises ConfigError that names the field.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    """0 and 1: no bound."""
+    top_k: int = 0
+    """0: no bound."""
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    """0 and 1: none."""
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
+    seed: int | None = None
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are told with each token."""
+
+    def __attrs_post_init__(self) -> None:
+        for name, (low, high) in _SAMPLING_BOUNDS.items():
+            if not low <= getattr(self, name) <= high:  # NaN is refused too
+                raise ConfigError(f"{name} must be within {low:g} and {high:g}, not {getattr(self, name)}")
+        for token, bias in self.logit_bias:
+            if not -_LARGEST <= bias <= _LARGEST:
+                raise ConfigError(f"logit_bias of token {token} must be a finite number, not {bias}")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed must be within 0 and 2**64 - 1, not {self.seed}")
+
+
+GREEDY = Sampling()
 
 
 # What serving sees of a node ------------------------------------------------------------------------------------
@@ -35,14 +101,17 @@ class FirstToken:
     token: int
     logprob: float
     timings: Mapping[str, float] = attrs.Factory(dict)
+    top: TopLogprobs = ()
+    """As many as `Sampling.top_logprobs` asks for."""
 
 
 @attrs.frozen
 class Token:
-    """One token of the answer and its natural logprob."""
+    """One token of the answer and its natural logprob; `top` as in `FirstToken`."""
 
     id: int
     logprob: float
+    top: TopLogprobs = ()
 
 
 @attrs.frozen
@@ -68,6 +137,7 @@ class PrefillRequest:
 
     room: Room
     tokens: tuple[int, ...]
+    sampling: Sampling = GREEDY
 
 
 @attrs.frozen
@@ -80,6 +150,7 @@ class DecodeRequest:
     max_tokens: int
     ignore_eos: bool = False
     stop_ids: frozenset[int] = frozenset()
+    sampling: Sampling = GREEDY
 
 
 class PrefillHandle(Protocol):
