@@ -1,4 +1,4 @@
-"""What the documents promise exists: links, files, flags."""
+"""What the pages promise exists: links and their anchors, files, flags."""
 
 from __future__ import annotations
 
@@ -9,17 +9,43 @@ from pathlib import Path
 
 import pytest
 
+import pdplane
 from pdplane.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "protocol.md", ROOT / "docs" / "operations.md"]
-NAMED = re.compile(r"`((?:pdplane|examples|docs|tests)/[\w./]+\.\w+)`|\]\(([\w./-]+)(#[\w-]+)?\)")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(((?!https://)[^)#\s]*)(?:#([^)\s]+))?\)")
+FILE = re.compile(r"`((?:[\w.]+/)+[\w.]+\.\w+)`")
 OF_EVERY_COMMAND = {"--help", "--version"}
+OF_OTHER_PROGRAMS = {"--strict"}
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names under which a page's headings can be linked to."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    for name, anchor in LINK.findall(page.read_text()):
+        target = page.parent / name if name else page
+        assert target.is_file(), name
+        assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
+
+
+@pages
+def test_files_exist(page: Path) -> None:
+    """A file is named from the repository's top or, one of the product, from its package's."""
+    named = FILE.findall(page.read_text())
+    assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "pdplane" / name).exists())] == []
 
 
 def flags() -> set[str]:
     """Every flag of every command."""
-    found = set(OF_EVERY_COMMAND)
+    found = OF_EVERY_COMMAND | OF_OTHER_PROGRAMS
     for module, _text in COMMANDS.values():
         parser = argparse.ArgumentParser()
         importlib.import_module(module).add_arguments(parser)
@@ -36,14 +62,15 @@ def _every(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return actions
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_and_links_exist(page: Path) -> None:
-    named = [file or link for file, link, _anchor in NAMED.findall(page.read_text())]
-    assert named
-    missing = [name for name in named if not ((ROOT if "/" in name else page.parent) / name).exists()]
-    assert missing == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pages
 def test_flags_exist(page: Path) -> None:
-    assert set(re.findall(r"--[a-z][a-z-]+", page.read_text())) - flags() == set()
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text())) - flags() == set()
+
+
+def test_the_changelog_keeps_its_form() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    releases = [line for line in lines if line.startswith("## ")]
+    assert all(re.fullmatch(r"## \[\d+\.\d+\.\d+\] - (Unreleased|\d{4}-\d\d-\d\d)", line) for line in releases)
+    assert releases[0].startswith(f"## [{pdplane.__version__}]")
+    kinds = {line[4:] for line in lines if line.startswith("### ")}
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
