@@ -27,11 +27,10 @@ if TYPE_CHECKING:
         WireError,
     )
     from pdplane.ids import Endpoint, new_room
-    from pdplane.kv.arena import Arena
+    from pdplane.kv.arena import Arena, Pool
     from pdplane.kv.layout import GroupSpec, Layout
     from pdplane.kv.manifest import Manifest, blocks_needed, build_manifest
     from pdplane.kv.planning import FieldSpec, plan_layout
-    from pdplane.kv.pool import Pool
     from pdplane.machine.actions import Delivered
     from pdplane.messages import Fingerprint, hash_prompt
     from pdplane.plane.config import DecodeConfig, PrefillConfig
@@ -49,11 +48,10 @@ _HOMES = {
         "TransferError", "WireError",
     ),
     "pdplane.ids": ("Endpoint", "new_room"),
-    "pdplane.kv.arena": ("Arena",),
+    "pdplane.kv.arena": ("Arena", "Pool"),
     "pdplane.kv.layout": ("GroupSpec", "Layout"),
     "pdplane.kv.manifest": ("Manifest", "blocks_needed", "build_manifest"),
     "pdplane.kv.planning": ("FieldSpec", "plan_layout"),
-    "pdplane.kv.pool": ("Pool",),
     "pdplane.machine.actions": ("Delivered",),
     "pdplane.messages": ("Fingerprint", "hash_prompt"),
     "pdplane.plane.config": ("DecodeConfig", "PrefillConfig"),

@@ -79,7 +79,7 @@ class Secret:
         return hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self.bearer().encode())
 
     def curve_key(self) -> bytes:
-        """The 32 bytes of the CURVE secret key that every native socket uses; `pdplane.control.curve` makes the pair.
+        """The 32 bytes of the CURVE secret key that every native socket uses; `control.channels` makes the pair.
 
         Both roles have the same pair: who knows the secret may connect and may listen.
         """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdplane.kv.layout import Layout
-from pdplane.wire.layout_json import parse_layout
+from pdplane.wire.cache_json import parse_layout
 
 _VECTORS = Path(__file__).parent / "vectors"
 

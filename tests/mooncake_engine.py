@@ -9,7 +9,7 @@ import pytest
 from pdplane.errors import ConfigError
 from pdplane.kv.arena import Arena
 from pdplane.transport.mooncake import Engine
-from pdplane.transport.options import TransportOptions
+from pdplane.transport.reports import TransportOptions
 
 
 def _missing() -> str:

@@ -11,7 +11,7 @@ _HEAVY = ("zmq", "aiohttp", "mlx", "mlx_lm", "transformers", "prometheus_client"
 
 
 @pytest.mark.parametrize(
-    "module", ["pdplane", "pdplane.wire", "pdplane.machine", "pdplane.kv.pool", "pdplane.security"]
+    "module", ["pdplane", "pdplane.wire", "pdplane.machine", "pdplane.kv.arena", "pdplane.security"]
 )
 def test_loads_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {_HEAVY!r} if name in sys.modules])"

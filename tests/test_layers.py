@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1] / "pdplane"
 
 _LOW = {"ids", "errors"}
 _BASE = _LOW | {"security", "kv", "messages"}
-_NODE = _BASE | {"wire", "machine", "control", "transport", "plane", "engine", "node"}
+_NODE = _BASE | {"api", "wire", "machine", "control", "transport", "plane", "engine", "node"}
 
 # What a package may import besides itself. The sans-IO halves never meet but in `control`; `control`, `transport` and
 # `engine` do not know each other.
@@ -23,18 +23,20 @@ ALLOWED: dict[str, set[str]] = {
     "security": _LOW,
     "kv": _LOW | {"security"},
     "messages": _LOW | {"security", "kv"},
+    "api": _BASE,
     "wire": _BASE,
     "machine": _BASE,
     "control": _BASE | {"wire", "machine"},
     "transport": _LOW | {"security", "kv"},
-    "engine": _LOW | {"kv"},
+    "engine": _LOW | {"kv", "api"},
     "plane": _BASE | {"wire", "machine", "control", "transport"},
     "node": _NODE - {"node"},
     "serving": _NODE,
+    "toy": _BASE | {"api"},
     "workers": _NODE,
     "testing": _NODE,
-    "bench": _NODE | {"serving", "testing", "workers", "options"},
-    "cli": _NODE | {"serving", "testing", "workers", "bench", "options"},
+    "bench": _NODE | {"serving", "toy", "testing", "workers", "options"},
+    "cli": _NODE | {"serving", "toy", "testing", "workers", "bench", "options"},
     "__init__": _BASE | {"machine", "plane"},  # the library's public names; loaded when first asked for
     "__main__": {"cli"},
 }
@@ -43,8 +45,8 @@ ALLOWED: dict[str, set[str]] = {
 ONLY_IN: dict[str, set[str]] = {
     "zmq": {"control", "testing", "bench", "cli/inspect"},
     "aiohttp": {"control", "serving", "cli"},
-    "mlx": {"engine"},
-    "mlx_lm": {"engine"},
+    "mlx": {"engine", "workers"},
+    "mlx_lm": {"engine", "workers"},
 }
 
 

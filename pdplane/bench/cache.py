@@ -19,8 +19,8 @@ import attrs
 from pdplane.bench.tables import print_table
 from pdplane.bench.worker_process import worker_processes
 from pdplane.errors import ConfigError, InternalError
-from pdplane.workers import codecs
-from pdplane.workers.wp30_client import Wp30Client, Wp30Reply, expect
+from pdplane.workers.cache import codecs
+from pdplane.workers.cache.wp30 import Wp30Client, Wp30Reply, expect
 
 _LENGTHS = (128, 256, 512, 1024, 2048)
 _QUERY = 16

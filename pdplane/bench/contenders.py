@@ -14,15 +14,14 @@ import numpy as np
 import zmq
 from zmq.utils.garbage import gc
 
-from pdplane.bench.far_peers import ACKNOWLEDGED, LAST, LOCAL_BUFFER_BYTES, MORE, RAW_BUFFERS
+from pdplane.bench.far_end import ACKNOWLEDGED, LAST, LOCAL_BUFFER_BYTES, MORE, RAW_BUFFERS
 from pdplane.errors import TransferError
 from pdplane.ids import Endpoint, Generation, Rank, Room, SessionId, new_life
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
-from pdplane.transport.options import TransportOptions
-from pdplane.transport.pushes import Push
 from pdplane.transport.registry import let_go, open_sender
-from pdplane.transport.reports import Connected, Pushed, PushFailed, Report
+from pdplane.transport.reports import Connected, Pushed, PushFailed, Report, TransportOptions
+from pdplane.transport.sender import Push
 
 PATIENCE_S = 120.0
 _FRAMES = 1024  # blocks of one ZeroMQ message

@@ -21,11 +21,11 @@ from pdplane.bench.tables import print_table
 from pdplane.bench.worker_process import worker_processes
 from pdplane.engine.options import EngineOptions
 from pdplane.errors import InternalError
-from pdplane.workers.tx1 import Token
+from pdplane.workers.experts.tx1 import Token
 
 if TYPE_CHECKING:
-    from pdplane.engine.prefix import PrefixEngine
-    from pdplane.workers.remote_experts import RemoteExperts
+    from pdplane.workers.cache.prefix import PrefixEngine
+    from pdplane.workers.experts.remote import RemoteExperts
 
 
 @attrs.frozen
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             command += ["--capacity", str(args.capacity)]
         with worker_processes(command, command) as workers:
             for count in (1, 2):
-                from pdplane.workers.remote_experts import RemoteExperts
+                from pdplane.workers.experts.remote import RemoteExperts
 
                 experts = RemoteExperts(workers[:count], Token.from_file(file))
                 try:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, name: str, experts: RemoteExperts | None) -> Case:
-    from pdplane.engine.prefix import PrefixEngine
+    from pdplane.workers.cache.prefix import PrefixEngine
 
     prompt = [(7 * number) % 300 + 2 for number in range(args.prompt_tokens)]
     prepare = None if experts is None else experts.attach

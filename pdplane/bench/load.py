@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Self
 
-from pdplane.kv.arena import Arena
-from pdplane.kv.pool import Pool
+from pdplane.kv.arena import Arena, Pool
 
 _PROMPT = tuple(range(1, 33))
 _TOKENS = 64

@@ -19,7 +19,7 @@ from pdplane.bench.far_end import FarOptions, pattern
 from pdplane.errors import ConfigError, InternalError
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, Copies, merged_copies
-from pdplane.transport.options import TransportOptions
+from pdplane.transport.reports import TransportOptions
 
 GIB = 1 << 30
 UNFENCED = ("raw", "tuned", "memcpy")  # they move contiguous bytes: there is no pattern to find

@@ -10,6 +10,8 @@ from typing import Any
 
 import attrs
 
+from pdplane.api import DecodeRequest, PrefillRequest
+from pdplane.bench.slow_link import TokenBucket, slow_transport
 from pdplane.control.http_thread import HttpThread
 from pdplane.engine.decode import DecodeEngine
 from pdplane.engine.options import EngineOptions
@@ -18,11 +20,9 @@ from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint, new_room
 from pdplane.node.decode import DecodeNode
 from pdplane.node.prefill import PrefillNode
-from pdplane.node.protocols import DecodeRequest, PrefillRequest
 from pdplane.plane.config import DecodeConfig, PrefillConfig
-from pdplane.testing.slow_link import TokenBucket, slow_transport
-from pdplane.transport.options import TransportOptions
 from pdplane.transport.registry import TRANSPORTS
+from pdplane.transport.reports import TransportOptions
 
 _SCHEME = "slow"
 _SEGMENT_BYTES = 1 << 20  # a link's worth of granularity: a whole segment arrives at once

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pdplane.bench.measure import Measurement, Plan
-from pdplane.bench.transport_tables import print_tables
+from pdplane.bench.tables import print_tables
 from pdplane.errors import ConfigError
 from pdplane.options import count, size
-from pdplane.transport.checksum import XXH3
+from pdplane.transport.framing import XXH3
 
 WAYS = ("tcp", "unix", "pull")
 PEERS = ("mooncake", "zmq", "raw", "tuned", "memcpy")

@@ -14,7 +14,7 @@ import attrs
 from pdplane.cli.daemon import mlx_needed
 from pdplane.errors import ConfigError, PdplaneError
 from pdplane.options import count, duration, endpoint
-from pdplane.workers.wp30_client import Wp30Client, Wp30Reply, expect
+from pdplane.workers.cache.wp30 import Wp30Client, Wp30Reply, expect
 
 _COUNTS = ("transport_bytes", "send_ms", "roundtrip_ms", "reply_bytes", "request_bytes", "reply_frame_bytes", "wait_ms")
 

@@ -36,11 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the worker; gives the exit code. Raises ConfigError."""
     with mlx_needed():
-        from pdplane.engine.prefix import PrefixEngine
-        from pdplane.workers.cache_worker import CacheWorker, CacheWorkerOptions
-        from pdplane.workers.model_worker import ModelWorker
-        from pdplane.workers.receiver import EngineReceiver
-        from pdplane.workers.wp30 import FrameLimits
+        from pdplane.workers.cache.model import EngineReceiver
+        from pdplane.workers.cache.prefix import PrefixEngine
+        from pdplane.workers.cache.worker import CacheWorker, CacheWorkerOptions, ModelWorker
+        from pdplane.workers.cache.wp30 import FrameLimits
     engine = PrefixEngine(
         EngineOptions(
             args.model, prefill_step_size=args.prefill_step_size, kv_bits=args.kv_bits,

@@ -12,16 +12,14 @@ from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
+from pdplane.api import Node
 from pdplane.cli.flags import DaemonOptions
-from pdplane.cli.logs import set_up_logging
-from pdplane.cli.parent import exit_with_parent
-from pdplane.cli.stop_signal import StopSignal
+from pdplane.cli.process import StopSignal, exit_with_parent, set_up_logging
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
-from pdplane.node.protocols import Node
 from pdplane.plane.config import PlaneConfig, is_loopback
-from pdplane.transport.interpreter import take_turns_often
+from pdplane.transport.vector import take_turns_often
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from pdplane.api import DecodeEngine, DecodeRequest
+from pdplane.api import DecodeNode as ServedNode
 from pdplane.cli.daemon import mlx_needed, run_daemon
 from pdplane.cli.experts import add_expert_flags, attaching_experts
 from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_options, plane_fields
@@ -16,12 +18,7 @@ from pdplane.cli.ranks import RankProcess, Seat, follow, lead, seat_here, seated
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError
 from pdplane.node.decode import DecodeLeg, DecodeNode
-from pdplane.node.follow import BeginLeg, Follower
-from pdplane.node.lead import LeadDecode, Meet
-from pdplane.node.protocols import DecodeEngine, DecodeRequest
-from pdplane.node.protocols import DecodeNode as ServedNode
-from pdplane.node.rank_words import Request
-from pdplane.node.ranks import Ranks
+from pdplane.node.ranks import BeginLeg, Follower, LeadDecode, Meet, Ranks, Request
 from pdplane.options import duration, port
 from pdplane.plane.config import DecodeConfig
 from pdplane.serving.decode import decode_app
@@ -108,7 +105,7 @@ def _engine(options: DaemonOptions, prepare: Prepare | None) -> DecodeEngine:
     if options.engine.model == TOY:
         if prepare is not None:
             raise ConfigError("the toy has no experts")
-        from pdplane.testing.toy_engine import ToyDecodeEngine
+        from pdplane.toy.engine import ToyDecodeEngine
 
         return ToyDecodeEngine()
     with mlx_needed():

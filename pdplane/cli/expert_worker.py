@@ -7,7 +7,7 @@ import argparse
 from pdplane.cli.daemon import mlx_needed
 from pdplane.cli.worker_life import add_worker_flags, run_worker
 from pdplane.options import count, duration, endpoint, size
-from pdplane.workers.tx1 import FrameLimits, Token
+from pdplane.workers.experts.tx1 import FrameLimits, Token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the worker; gives the exit code. Raises ConfigError."""
     token = Token.from_file(args.token_file)
     with mlx_needed():
-        from pdplane.engine.expert_store import open_store
-        from pdplane.workers.expert_worker import ExpertWorker, ExpertWorkerOptions
+        from pdplane.workers.experts.store import open_store
+        from pdplane.workers.experts.worker import ExpertWorker, ExpertWorkerOptions
     from pdplane.workers.listener import parse_networks
 
     options = ExpertWorkerOptions(

@@ -14,7 +14,7 @@ from pdplane.options import count, duration, endpoint
 
 if TYPE_CHECKING:
     from pdplane.engine.model import Prepare
-    from pdplane.workers.remote_experts import RemoteExperts
+    from pdplane.workers.experts.remote import RemoteExperts
 
 
 def endpoints(text: str) -> list[Endpoint]:
@@ -53,12 +53,11 @@ def remote_experts(args: argparse.Namespace) -> RemoteExperts | None:
         return None
     if not args.expert_token_file:
         raise ConfigError("--experts needs --expert-token-file")
-    from pdplane.workers.tx1 import Token
+    from pdplane.workers.experts.tx1 import Token
 
     token = Token.from_file(args.expert_token_file)
     with mlx_needed():
-        from pdplane.workers.expert_link import LinkOptions
-        from pdplane.workers.remote_experts import RemoteExperts, RemoteOptions
+        from pdplane.workers.experts.remote import LinkOptions, RemoteExperts, RemoteOptions
     link = LinkOptions(reply_s=args.expert_timeout)
     options = RemoteOptions(link, local=args.experts_local, local_capacity=args.experts_local_capacity)
     return RemoteExperts(args.experts, token, options)

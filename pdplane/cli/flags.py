@@ -7,14 +7,14 @@ from typing import Any
 
 import attrs
 
-from pdplane.cli.logs import LEVELS
+from pdplane.cli.process import LEVELS
 from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, PAGE_LAYOUTS, EngineOptions
 from pdplane.errors import ConfigError
 from pdplane.options import count, duration, port, size, whole
 from pdplane.security import Secret
-from pdplane.transport.checksum import XXH3
-from pdplane.transport.options import MOONCAKE_PROTOCOLS, TransportOptions
+from pdplane.transport.framing import XXH3
 from pdplane.transport.registry import TRANSPORTS
+from pdplane.transport.reports import MOONCAKE_PROTOCOLS, TransportOptions
 
 TOY = "toy"
 

@@ -18,7 +18,7 @@ import attrs
 from yarl import URL
 
 from pdplane.cli.experts import add_expert_flags
-from pdplane.control.exchange import reason_in
+from pdplane.control.lookup import reason_in
 from pdplane.errors import ConfigError, PdplaneError
 from pdplane.ids import Room, new_room
 from pdplane.options import count, duration, room, url

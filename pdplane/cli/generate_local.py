@@ -17,7 +17,7 @@ _TAME = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) 
 def generate_here(args: argparse.Namespace, text: str) -> int:
     """Load, generate, print; gives the exit code. Raises ConfigError, and SessionLost when the experts are gone."""
     with mlx_needed():
-        from pdplane.engine.prefix import PrefixEngine
+        from pdplane.workers.cache.prefix import PrefixEngine
     with attaching_experts(args) as prepare, PrefixEngine(EngineOptions(args.model), prepare) as engine:
         tokenizer = engine.tokenizer
         tokens = tokenizer.apply_chat([{"role": "user", "content": text}]) if args.chat else tokenizer.encode(text)

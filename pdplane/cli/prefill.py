@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from pdplane.api import PrefillEngine, PrefillRequest
 from pdplane.cli.daemon import mlx_needed, run_daemon
 from pdplane.cli.experts import add_expert_flags, attaching_experts
 from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_options, plane_fields
 from pdplane.cli.ranks import RankProcess, Seat, follow, lead, seat_here, seated
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError
-from pdplane.node.follow import BeginLeg, Follower
-from pdplane.node.lead import LeadPrefill, Meet
 from pdplane.node.prefill import PrefillLeg, PrefillNode
-from pdplane.node.protocols import PrefillEngine, PrefillRequest
-from pdplane.node.rank_words import Request
-from pdplane.node.ranks import Ranks
+from pdplane.node.ranks import BeginLeg, Follower, LeadPrefill, Meet, Ranks, Request
 from pdplane.options import endpoint, port
 from pdplane.plane.config import PrefillConfig
 from pdplane.serving.prefill import prefill_app
@@ -96,7 +93,7 @@ def _engine(options: DaemonOptions, prepare: Prepare | None) -> PrefillEngine:
     if options.engine.model == TOY:
         if prepare is not None:
             raise ConfigError("the toy has no experts")
-        from pdplane.testing.toy_engine import ToyPrefillEngine
+        from pdplane.toy.engine import ToyPrefillEngine
 
         return ToyPrefillEngine()
     with mlx_needed():

@@ -21,18 +21,14 @@ from aiohttp import web
 
 from pdplane.cli.daemon import mlx_needed, run_daemon
 from pdplane.cli.flags import TOY, DaemonOptions
-from pdplane.cli.logs import set_up_logging
-from pdplane.cli.parent import exit_with_parent, killable, leave_within
-from pdplane.cli.stop_signal import StopSignal
+from pdplane.cli.process import StopSignal, exit_with_parent, killable, leave_within, set_up_logging
 from pdplane.control.http_thread import HttpThread
-from pdplane.control.rank_link import RankLink, RankListener, connect_rank
+from pdplane.control.ranks import RankLink, RankListener, connect_rank
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
 from pdplane.node.decode import DecodeNode
-from pdplane.node.follow import BeginLeg, Follower
-from pdplane.node.lead import Lead, Meet
 from pdplane.node.prefill import PrefillNode
-from pdplane.node.ranks import Ranks
+from pdplane.node.ranks import BeginLeg, Follower, Lead, Meet, Ranks
 from pdplane.plane.config import PlaneConfig, is_loopback
 
 logger = logging.getLogger(__name__)
@@ -97,7 +93,7 @@ class RankProcess:
         if options.engine.model == TOY:
             raise ConfigError("the toy cannot be split over ranks")
         with mlx_needed():
-            from pdplane.engine.parallel import RankGroup
+            from pdplane.engine.ranks import RankGroup
         self.seat, self._options, self._config = seat, options, config
         self.group = RankGroup(seat.rank, seat.size)
 

@@ -11,9 +11,7 @@ from typing import Protocol
 import attrs
 from aiohttp import web
 
-from pdplane.cli.logs import LEVELS, set_up_logging
-from pdplane.cli.parent import exit_with_parent
-from pdplane.cli.stop_signal import StopSignal
+from pdplane.cli.process import LEVELS, StopSignal, exit_with_parent, set_up_logging
 from pdplane.control.http_thread import HttpThread
 from pdplane.ids import Endpoint
 from pdplane.options import port

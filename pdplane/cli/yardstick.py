@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import attrs
 
 from pdplane.cli.daemon import mlx_needed
-from pdplane.cli.parent import exit_with_parent
+from pdplane.cli.process import exit_with_parent
 from pdplane.errors import ConfigError
 
 _TERMINATED = 128 + signal.SIGTERM

@@ -1,28 +1,24 @@
-"""The legacy control channel on a prefill rank: one PULL that decode ranks push to, one PUSH to each way back.
-
-There are no connections with names here: a peer is known by the host, port and session of its registration, and
-that makes its identity for the machine. A pre-allocation names only the session, so its sender is whoever
-registered the session last. Sockets never block: what cannot be queued is an event or a count.
-Source of the rules: legacy_peer.md sections 1, 3 and 5.
-"""
+"""The legacy control channel: a PULL that is bound and a PUSH that is connected, on either role."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeAlias, TypeVar
 
 import attrs
 import zmq
 
 from pdplane import wire
-from pdplane.control.channel import Context, bind_socket, read_preallocation, read_registration
+from pdplane.control.channels import Context, bind_socket, open_context, read_preallocation, read_registration
+from pdplane.control.reactor import Reactor
 from pdplane.errors import WireError
-from pdplane.ids import Endpoint, SessionId
+from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.machine import events
-from pdplane.machine.actions import Send
-from pdplane.messages import Refused, Status
+from pdplane.machine.actions import DecodeAction, Offer, Send, Tell
+from pdplane.messages import Ping, Preallocation, Refused, Registered, Registration, Status, Window
 
 logger = logging.getLogger(__name__)
 
@@ -173,3 +169,183 @@ class LegacyPrefillChannel:
 
 def _reason(refused: Refused) -> str:
     return f"{refused.field} differs: ours {refused.ours}, theirs {refused.theirs} (session {refused.session})"
+
+
+# ---- The legacy control channel on a decode rank: one PULL that hears every prefill rank, one PUSH to each
+#
+# What native peers say beside the legacy frames is made up here, so that the machine need not know: a registration
+# counts as answered when it is sent (this wire never answers), a ping is a question to the rendezvous and a look at
+# the connection, a cancel and a hello have no words. A status names neither its channel nor its use of the room; both
+# are what we offered last. Source of the rules: legacy_peer.md sections 1, 3, 5, 6 and 11.
+
+
+MAX_ROOMS = 65536
+
+Probe: TypeAlias = Callable[["LegacyLine"], None]
+"""Ask the rendezvous whether the line's rank is still at its address; must not block. See `probed`."""
+
+
+@attrs.define
+class _Asked:
+    """The latest use of a room number: its generation, and the channels of the ranks that know of it."""
+
+    generation: Generation
+    channels: dict[Rank, events.Channel] = attrs.field(factory=dict)
+
+
+def probed(line: LegacyLine, found: Endpoint | None) -> events.DecodeEvent | None:
+    """What the rendezvous' answer means; None when it says nothing of a living rank, and silence will say the rest."""
+    channel = line.channel
+    if found is not None and found != line.endpoint:
+        return events.ChannelBroken(channel, f"prefill rank {channel.prefill_rank} restarted and is at {found} now")
+    return events.NoticeFromPrefill(channel, Ping(Life(""))) if found is not None and line.stands else None
+
+
+class LegacyLine:
+    """The PUSH to one prefill rank, and what its socket tells of the connection behind it."""
+
+    def __init__(self, channel: events.Channel, endpoint: Endpoint, context: Context) -> None:
+        self.channel, self.endpoint = channel, endpoint
+        self.stands = False  # the rank has accepted the connection, and has not left since
+        self.introduction: list[bytes] = []
+        self._left = False
+        self._push = context.socket(zmq.PUSH)
+        wanted = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self.socket: zmq.Socket[bytes] = self._push.get_monitor_socket(wanted)
+
+    def connect(self) -> None:
+        self._push.connect(self.endpoint.url("tcp"))
+
+    def receive(self) -> list[events.DecodeEvent]:
+        """One event of the socket. A rank that is there again may be another life: it is told our session again."""
+        event = int.from_bytes(self.socket.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
+        self.stands = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if not self.stands:
+            self._left = True
+            logger.warning("legacy prefill rank %d at %s closed its end", self.channel.prefill_rank, self.endpoint)
+        elif self._left and self.introduction:
+            self._left = not self.queue(self.introduction)
+        return []
+
+    def queue(self, frames: list[bytes]) -> bool:
+        """Queue one message; False when the queue is full."""
+        try:
+            self._push.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._push.disable_monitor()
+        self.socket.close()
+        self._push.close()
+
+
+class LegacyPrefills:
+    """Every legacy channel of one decode rank. On the reactor's thread only, but for `bind` and `close`."""
+
+    def __init__(self, rejected: Counter[str], probe: Probe) -> None:
+        self._rejected, self._probe = rejected, probe
+        self._session = SessionId("")
+        self._context: Context | None = None
+        self._pull: zmq.Socket[bytes] | None = None
+        self._reactor: Reactor[events.DecodeEvent, DecodeAction] | None = None
+        self._lines: dict[events.Channel, LegacyLine] = {}
+        self._asked: Latest[Room, _Asked] = Latest(MAX_ROOMS)
+
+    def bind(self, listen: Endpoint, session: SessionId) -> Endpoint:
+        """Bind the PULL and give its real address, for the session that legacy ranks shall write to. ConfigError."""
+        self._session, self._context = session, open_context()
+        self._pull = self._context.socket(zmq.PULL)
+        return bind_socket(self._pull, listen, "legacy status port")
+
+    def open(self, reactor: Reactor[events.DecodeEvent, DecodeAction]) -> None:
+        self._reactor = reactor
+        reactor.watch(self)
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        assert self._pull is not None, "bind first"
+        return self._pull
+
+    def receive(self) -> list[events.DecodeEvent]:
+        return self.read(self.socket.recv_multipart(zmq.NOBLOCK))
+
+    def read(self, frames: Sequence[bytes]) -> list[events.DecodeEvent]:
+        """The event of one status; one that we cannot read, or of a room that we never offered, is counted."""
+        try:
+            status = wire.decode_status(frames)
+        except WireError as wrong:
+            self._rejected[f"wire_{wrong.field}"] += 1
+            return []
+        asked = self._asked.get(status.room)
+        if asked is None:
+            self._rejected["unknown_room"] += 1
+            return []
+        some = next(iter(asked.channels.values()))  # a rank that we did not ask: the machine sees that it is foreign
+        channel = asked.channels.get(status.prefill_rank, some)
+        return [events.StatusFromPrefill(channel, status, asked.generation)]
+
+    def connect(self, channel: events.Channel, endpoint: Endpoint, session: SessionId) -> list[events.DecodeEvent]:
+        """Begin to connect; the event says that it cannot be tried."""
+        del session  # legacy ranks have one of their own
+        assert self._context is not None, "bind first"
+        assert self._reactor is not None, "open first"
+        try:
+            line = self._lines[channel] = LegacyLine(channel, endpoint, self._context)
+            self._reactor.watch(line)
+            line.connect()
+        except zmq.ZMQError as error:
+            self.disconnect(channel)
+            return [events.ChannelBroken(channel, f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}")]
+        return []
+
+    def disconnect(self, channel: events.Channel) -> None:
+        line = self._lines.pop(channel, None)
+        if line is not None and self._reactor is not None:
+            self._reactor.unwatch(line)
+            line.close()
+
+    def send(self, action: Tell | Offer) -> list[events.DecodeEvent]:
+        """Queue what this wire can say; gives what a native peer would have answered."""
+        channel, line = action.channel, self._lines.get(action.channel)
+        if line is None:
+            self._rejected["undeliverable"] += 1
+            return []
+        if isinstance(action, Offer):
+            manifest = wire.encode_manifest(action.manifest) if action.manifest is not None else b""
+            self._queue(line, wire.encode_preallocation(Preallocation(action.room, self._session, manifest)))
+            return []
+        match action.message:
+            case Registration() as registration:
+                line.introduction = wire.encode_registration(attrs.evolve(registration, session=self._session))
+                self._queue(line, line.introduction)
+                return [events.NoticeFromPrefill(channel, Registered(registration.session, channel.life))]
+            case Window(room, generation):
+                self._remember(channel, room, generation)
+            case Ping():
+                self._probe(line)
+            case _:
+                pass  # a hello, a cancel: no words for them here
+        return []
+
+    def close(self) -> None:
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
+        if self._pull is not None:
+            self._pull.close()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def _remember(self, channel: events.Channel, room: Room, generation: Generation) -> None:
+        asked = self._asked.get(room)
+        if asked is None or asked.generation != generation:
+            asked = _Asked(generation)
+            self._asked.put(room, asked)
+        asked.channels[channel.prefill_rank] = channel
+
+    def _queue(self, line: LegacyLine, frames: list[bytes]) -> None:
+        if not line.queue(frames):
+            self._rejected["undeliverable"] += 1  # the peer is silent and about to be lost

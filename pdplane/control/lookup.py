@@ -1,30 +1,124 @@
-"""The client half of the rendezvous, on the HTTP thread: decode's look-ups and a prefill rank's own PUT.
-
-Nothing here runs on the reactor, and no answer of another machine is trusted before it is checked. The PUT is retried
-until it is heard and then repeated for ever: the repetition is the lease that `rank_table` speaks of, and it fills
-the table again after the rendezvous restarted.
-"""
+"""The client half of the rendezvous, on the HTTP thread: decode's look-ups and a prefill rank's own PUT."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+import aiohttp
 import attrs
 
-from pdplane.control.exchange import exchange, reason_in
 from pdplane.control.http_thread import HttpThread
-from pdplane.control.rank_table import MARKER, MAX_WORLD_SIZE, VERSION
-from pdplane.control.resolve import find_address
+from pdplane.control.rendezvous import MARKER, MAX_WORLD_SIZE, VERSION
 from pdplane.errors import LocalProtocolError, RendezvousError
 from pdplane.ids import Endpoint, Life, Rank, Room
 from pdplane.security import Secret
+
+MAX_ANSWER = 1 << 20
+
+
+async def exchange(
+    http: HttpThread,
+    method: str,
+    url: str,
+    secret: Secret | None,
+    connect_timeout_s: float,
+    request_timeout_s: float,
+    *,
+    body: str | None = None,
+) -> tuple[int, str]:
+    """One bounded HTTP exchange: status and text. Raises RendezvousError with status 0 when nobody answered."""
+    headers = {} if secret is None else {"Authorization": f"Bearer {secret.bearer()}"}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    timeout = aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=connect_timeout_s)
+    try:
+        async with http.session().request(
+            method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            return response.status, await _read(response)
+    except TimeoutError as error:
+        raise RendezvousError(url, 0, "nobody answered in time") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a host that cannot be a name
+        raise RendezvousError(url, 0, str(error) or type(error).__name__) from error
+
+
+async def _read(response: aiohttp.ClientResponse) -> str:
+    parts, size = [], 0
+    async for part in response.content.iter_chunked(65536):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_ANSWER:
+            raise ValueError(f"the answer is longer than {MAX_ANSWER} bytes")
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def reason_in(text: str) -> str:
+    """The message inside an error body of ours, or the first line of another server's."""
+    try:
+        message = json.loads(text)["error"]["message"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        message = text.strip().partition("\n")[0]
+    return str(message)[:300] or "no reason given"
+
+
+# ---- Host names to addresses, on the HTTP thread
+#
+# libzmq would look a name up itself: on the thread that serves all its sockets, where a slow name server stalls them
+# all, and it would try the first of several addresses only.
+
+
+_ADDRESSES = 8  # tried at most
+
+
+async def find_address(host: str, port: int, timeout_s: float) -> str:
+    """The name's first address where something listens; what is an address already is given back as it is.
+
+    Raises OSError, after at most `timeout_s` for the name and as much for each address.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        pass
+    else:
+        return host
+    failure = OSError(f"{host} has no address")
+    for address in await _addresses(host, port, timeout_s):
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), timeout_s)
+        except OSError as error:  # a TimeoutError is one
+            failure = OSError(f"cannot connect to {host}:{port} at {address}: {error}")
+            continue
+        writer.close()
+        return address
+    raise failure
+
+
+async def _addresses(host: str, port: int, timeout_s: float) -> list[str]:
+    loop = asyncio.get_running_loop()
+    try:
+        found = await asyncio.wait_for(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), timeout_s)
+    except TimeoutError:
+        raise OSError(f"no name server answered for {host} in {timeout_s:g} s") from None
+    except (socket.gaierror, ValueError) as error:  # ValueError: a text that no name can be
+        raise OSError(f"{host!r} is no known host name: {error}") from None
+    return [str(entry[4][0]) for entry in found][:_ADDRESSES]
+
+
+# ---- The client half of the rendezvous, on the HTTP thread: decode's look-ups and a prefill rank's own PUT
+#
+# Nothing here runs on the reactor, and no answer of another machine is trusted before it is checked. The PUT is retried
+# until it is heard and then repeated for ever: the repetition is the lease that `rank_table` speaks of, and it fills
+# the table again after the rendezvous restarted.
+
 
 logger = logging.getLogger(__name__)
 

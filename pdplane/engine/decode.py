@@ -8,10 +8,9 @@ from typing import Literal
 import attrs
 import mlx.core as mx
 
-from pdplane.engine.assembly import Assembly
 from pdplane.engine.engine import Engine
 from pdplane.engine.forward import Forward
-from pdplane.engine.pages import Blocks
+from pdplane.engine.pages import Assembly, Blocks
 from pdplane.engine.thread import Job, Turns
 from pdplane.engine.views import Numbers, row_of
 from pdplane.errors import ConfigError

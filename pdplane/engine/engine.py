@@ -17,18 +17,16 @@ from pdplane.engine.layout import cache_layout
 from pdplane.engine.model import Model, Prepare, load_model
 from pdplane.engine.options import EngineOptions, Progress, no_progress
 from pdplane.engine.pages import Pages
-from pdplane.engine.parallel import RankGroup, check_parts, split_model
 from pdplane.engine.probe import probe
+from pdplane.engine.ranks import RankGroup, check_parts, split_model
 from pdplane.engine.text import Tokenizer
 from pdplane.engine.thread import EngineThread
-from pdplane.engine.token_major import legacy_layout
-from pdplane.engine.token_pages import TokenPages
+from pdplane.engine.token_pages import TokenPages, legacy_layout
 from pdplane.errors import ConfigError, InternalError
 from pdplane.ids import GroupId
-from pdplane.kv.arena import PAGE_BYTES, Arena
+from pdplane.kv.arena import PAGE_BYTES, Arena, Pool
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import blocks_needed
-from pdplane.kv.pool import Pool
 
 
 @attrs.frozen(eq=False)
@@ -193,3 +191,33 @@ def _arena(layout: Layout) -> Arena:
     arena = Arena.within(np.array(memory, copy=False).reshape(-1), layout.arena_bytes)
     arena.gather_pages()
     return arena
+
+
+# ---- The layout that an engine of these options would publish, without an engine: no arena, no node
+
+
+_ANY_ARENA = 1 << 62  # bytes; nothing is allocated here
+
+
+def model_layout(
+    options: EngineOptions, tp_size: int = 1, parents: int | None = None, progress: Progress = no_progress
+) -> Layout:
+    """Load the whole model, probe its caches and give one rank's layout; `parents` overrules the arena's size.
+
+    Raises ConfigError.
+    """
+
+    def work() -> Layout:
+        model = load_model(options.model, seed=options.seed, progress=progress)
+        leaves = probe(model, options)
+        if parents is None:
+            return plan(leaves, options, tp_size)
+        one = plan(leaves, attrs.evolve(options, arena_bytes=_ANY_ARENA), tp_size).lcm_block_bytes
+        return plan(leaves, attrs.evolve(options, arena_bytes=(parents + 1) * one), tp_size)
+
+    thread = EngineThread()
+    thread.start()
+    try:
+        return thread.call(work)
+    finally:
+        thread.close()

@@ -11,8 +11,7 @@ from pdplane.engine.views import layout_dtype
 from pdplane.errors import ConfigError
 from pdplane.ids import FieldId, GroupId
 from pdplane.kv.layout import ELEMENT_BYTES, GroupSpec, Layout, Partition
-from pdplane.kv.planning import FieldSpec, plan_layout
-from pdplane.kv.token_major import local_heads
+from pdplane.kv.planning import FieldSpec, local_heads, plan_layout
 
 KV = GroupId("kv")
 """One block holds `block_tokens` rows of every history tensor of every layer, as one run of bytes."""

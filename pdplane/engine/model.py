@@ -10,9 +10,8 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from pdplane.engine.gguf import Form, converted_folder
 from pdplane.engine.options import Progress, no_progress
-from pdplane.engine.smollm2 import smollm2_folder
+from pdplane.engine.sources import Form, converted_folder, smollm2_folder
 from pdplane.engine.text import Tokenizer
 from pdplane.engine.tiny import build_tiny
 from pdplane.engine.untyped import Network, load_folder, load_folder_tokenizer

@@ -9,7 +9,7 @@ from pdplane.engine.caches import Leaf, describe, refuse_unknown, walk
 from pdplane.engine.forward import Forward
 from pdplane.engine.model import Model
 from pdplane.engine.options import EngineOptions
-from pdplane.engine.token_major import refuse_inexpressible
+from pdplane.engine.token_pages import refuse_inexpressible
 from pdplane.errors import ConfigError
 
 _LENGTHS = (1, 4)  # one token alone, and a chunk with its last token; a tensor that differs between them is refused

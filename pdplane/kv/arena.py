@@ -1,16 +1,21 @@
-"""The one registered buffer of a rank."""
+"""The one registered buffer of a rank, and which of its blocks are free."""
 
 from __future__ import annotations
 
 import ctypes
+import heapq
 import mmap
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from pdplane.errors import ConfigError
+from pdplane.errors import ConfigError, InternalError, LocalProtocolError, PoolExhausted
+from pdplane.ids import GroupId
+from pdplane.kv.layout import Layout
 
 PAGE_BYTES = mmap.PAGESIZE
 _MADV_COLLAPSE = 25
@@ -90,3 +95,98 @@ class Arena:
 
     def __repr__(self) -> str:
         return f"Arena({self.nbytes} bytes at {self.base:#x})"
+
+
+# ---- Which blocks are free. A parent serves one group at a time, so groups that share planes never alias
+
+
+class Pool:
+    """Thread-safe allocator of a layout's block ids; the lowest free ids go first, so that runs stay long."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._packs = {group.group_id: group.cache_blocks_per_lcm_block for group in layout.groups}
+        self._lock = threading.Lock()
+        self._free = list(range(layout.num_lcm_blocks))  # ascending, hence a heap
+        self._spare: dict[GroupId, dict[int, list[int]]] = {group_id: {} for group_id in self._packs}
+        self._used: dict[GroupId, set[int]] = {group_id: set() for group_id in self._packs}
+        self.total_parents = layout.num_lcm_blocks
+
+    @property
+    def free_parents(self) -> int:
+        """Parents of which no block is used."""
+        with self._lock:
+            return len(self._free)
+
+    def used_blocks(self) -> dict[GroupId, int]:
+        """Blocks handed out and not released, by group."""
+        with self._lock:
+            return {group_id: len(used) for group_id, used in self._used.items()}
+
+    def fits(self, counts: Mapping[GroupId, int]) -> bool:
+        """Whether an empty pool could serve the request: False means that waiting is pointless."""
+        self._check(counts)
+        return sum(-(-count // self._packs[group_id]) for group_id, count in counts.items()) <= self.total_parents
+
+    def allocate(self, counts: Mapping[GroupId, int]) -> dict[GroupId, tuple[int, ...]]:
+        """Take `counts` blocks of each group, all or nothing; PoolExhausted names the first group's shortage."""
+        self._check(counts)
+        with self._lock:
+            free = len(self._free)
+            for group_id, count in counts.items():
+                spare = sum(map(len, self._spare[group_id].values()))
+                if count > spare + free * self._packs[group_id]:
+                    raise PoolExhausted(count, spare + free * self._packs[group_id])
+                free -= -(-max(0, count - spare) // self._packs[group_id])
+            return {group_id: self._take(group_id, count) for group_id, count in counts.items()}
+
+    def release(self, blocks: Mapping[GroupId, Sequence[int]]) -> None:
+        """Give blocks back; InternalError, and nothing changed, if one of them is not in use."""
+        with self._lock:
+            for group_id, ids in blocks.items():
+                if len(set(ids)) != len(ids) or not self._used.get(group_id, set()).issuperset(ids):
+                    raise InternalError(f"blocks of group {group_id!r} released that are not in use")
+            for group_id, ids in blocks.items():
+                self._give_back(group_id, ids)
+
+    def _check(self, counts: Mapping[GroupId, int]) -> None:
+        for group_id, count in counts.items():
+            if group_id not in self._packs:
+                raise LocalProtocolError(f"the layout has no group {group_id!r}")
+            if count < 0:
+                raise LocalProtocolError(f"{count} blocks of group {group_id!r} wanted")
+
+    def _take(self, group_id: GroupId, count: int) -> tuple[int, ...]:
+        packs, spare = self._packs[group_id], self._spare[group_id]
+        taken: list[int] = []
+        for parent in sorted(spare) if count else ():
+            ids = spare[parent]
+            wanted = count - len(taken)
+            taken += ids[:wanted]
+            if wanted < len(ids):
+                spare[parent] = ids[wanted:]
+                break
+            del spare[parent]
+        while len(taken) < count:
+            parent = heapq.heappop(self._free)
+            ids = list(range(parent * packs + 1, (parent + 1) * packs + 1))
+            wanted = count - len(taken)
+            taken += ids[:wanted]
+            if wanted < packs:
+                spare[parent] = ids[wanted:]
+        self._used[group_id].update(taken)
+        return tuple(taken)
+
+    def _give_back(self, group_id: GroupId, ids: Sequence[int]) -> None:
+        packs, spare = self._packs[group_id], self._spare[group_id]
+        self._used[group_id].difference_update(ids)
+        touched: set[int] = set()
+        for block in ids:
+            parent = (block - 1) // packs
+            spare.setdefault(parent, []).append(block)
+            touched.add(parent)
+        for parent in touched:
+            if len(spare[parent]) == packs:
+                del spare[parent]
+                heapq.heappush(self._free, parent)
+            else:
+                spare[parent].sort()

@@ -16,8 +16,7 @@ import attrs
 
 from pdplane.errors import ConfigError, WireError
 from pdplane.ids import FieldId, GroupId, Rank, Room
-from pdplane.kv.compat import compare_layouts
-from pdplane.kv.layout import Field, Layout, Partition
+from pdplane.kv.layout import Field, Layout, Partition, compare_layouts
 
 MAX_TP = 1024
 

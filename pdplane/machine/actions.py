@@ -1,8 +1,8 @@
-"""What a machine asks for. The plane carries the actions out in their order."""
+"""What a machine asks its owner to do, and the turn that collects it."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import attrs
 
@@ -218,3 +218,20 @@ class Deliver:
 DecodeAction: TypeAlias = (
     WakeAt | Fail | LookUp | Connect | Disconnect | Tell | Offer | OpenWindow | CloseWindow | Deliver | Release
 )
+
+
+# ---- One call of a machine: the time it happens at and the actions that come of it
+
+
+Action = TypeVar("Action")
+
+
+@attrs.define
+class Turn(Generic[Action]):
+    """Passed down instead of kept, so that no machine remembers a time that is over."""
+
+    now: float
+    actions: list[Action] = attrs.field(factory=list)
+
+    def add(self, *actions: Action) -> None:
+        self.actions.extend(actions)

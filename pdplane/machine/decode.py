@@ -14,13 +14,11 @@ from pdplane.errors import LocalProtocolError, ProtocolError, RoomFailed
 from pdplane.ids import Generation, Life
 from pdplane.kv.layout import Layout
 from pdplane.machine import events
-from pdplane.machine.actions import DecodeAction, Fail, LookUp, WakeAt
-from pdplane.machine.decode_room import DecodeRoom
-from pdplane.machine.decode_rooms import DecodeRooms
+from pdplane.machine.actions import DecodeAction, Fail, LookUp, Turn, WakeAt
+from pdplane.machine.decode_rooms import DecodeRoom, DecodeRooms
 from pdplane.machine.peers import DecodeTurn, Link, Peer, Peers
-from pdplane.machine.room import DecodeMove, DecodeState
 from pdplane.machine.settings import DecodeSettings
-from pdplane.machine.turn import Turn
+from pdplane.machine.states import DecodeMove, DecodeState
 from pdplane.messages import (
     Failed,
     Fingerprint,

@@ -12,17 +12,16 @@ import attrs
 
 from pdplane.errors import WireError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room
-from pdplane.kv.compat import compare_layouts
-from pdplane.kv.layout import Layout
+from pdplane.kv.layout import Layout, compare_layouts
 from pdplane.kv.routes import RankRoute, contact_order, expected_prefill_ranks, plan_route
-from pdplane.machine.actions import Connect, DecodeAction, Disconnect, LookUp, Tell
-from pdplane.machine.decode_room import PeerKey
+from pdplane.machine.actions import Connect, DecodeAction, Disconnect, LookUp, Tell, Turn
 from pdplane.machine.events import Channel, PeerFound
 from pdplane.machine.settings import DecodeSettings
 from pdplane.machine.timers import Timers
-from pdplane.machine.turn import Turn
 from pdplane.messages import Drain, Fingerprint, Hello, Notice, Ping, Registration, Window
 
+PeerKey: TypeAlias = tuple[Endpoint, int]
+"""A rendezvous and one data-parallel group behind it."""
 DecodeTurn: TypeAlias = Turn[DecodeAction]
 
 

@@ -18,14 +18,12 @@ from pdplane.ids import Generation, Life, Room
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, validate_manifest
 from pdplane.machine import events
-from pdplane.machine.actions import Fail, PrefillAction, Release, Send, WakeAt
-from pdplane.machine.graveyard import Use, is_over
-from pdplane.machine.prefill_room import Offered, PrefillRoom
-from pdplane.machine.prefill_rooms import PrefillRooms
-from pdplane.machine.room import PrefillMove, PrefillState
-from pdplane.machine.session import Peer, PrefillTurn, Session, Sessions
+from pdplane.machine.actions import Fail, PrefillAction, Release, Send, Turn, WakeAt
+from pdplane.machine.prefill_rooms import Offered, PrefillRoom, PrefillRooms
+from pdplane.machine.sessions import Peer, PrefillTurn, Session, Sessions
 from pdplane.machine.settings import PrefillSettings
-from pdplane.machine.turn import Turn
+from pdplane.machine.states import PrefillMove, PrefillState
+from pdplane.machine.uses import Use, is_over
 from pdplane.messages import Cancel, Drain, Fingerprint, Hello, Ping, UnknownSession, Window
 
 

@@ -12,10 +12,9 @@ from collections.abc import Collection
 import attrs
 
 from pdplane.ids import Rank, Room
-from pdplane.machine.actions import DecodeAction, Release
+from pdplane.machine.actions import DecodeAction, Release, Turn
 from pdplane.machine.events import DecodeRequested
 from pdplane.machine.timers import Timers
-from pdplane.machine.turn import Turn
 from pdplane.messages import Status, StatusCode
 
 

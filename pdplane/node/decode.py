@@ -12,15 +12,7 @@ from typing import Any
 
 import attrs
 
-from pdplane.control.http_thread import HttpThread
-from pdplane.errors import ConfigError, InternalError, LocalProtocolError, PdplaneError, PoolExhausted, RoomFailed
-from pdplane.ids import Room
-from pdplane.kv.manifest import build_manifest
-from pdplane.machine.actions import Delivered
-from pdplane.messages import Fingerprint, hash_prompt
-from pdplane.node.blocks import BlockQueue, Blocks, Place
-from pdplane.node.legs import Legs, arrow, check_prompt, open_future
-from pdplane.node.protocols import (
+from pdplane.api import (
     DecodeEngine,
     DecodeRequest,
     EngineAssembly,
@@ -31,6 +23,13 @@ from pdplane.node.protocols import (
     Token,
     Tokenizer,
 )
+from pdplane.control.http_thread import HttpThread
+from pdplane.errors import ConfigError, InternalError, LocalProtocolError, PdplaneError, PoolExhausted, RoomFailed
+from pdplane.ids import Room
+from pdplane.kv.manifest import build_manifest
+from pdplane.machine.actions import Delivered
+from pdplane.messages import Fingerprint, hash_prompt
+from pdplane.node.legs import BlockQueue, Blocks, Legs, Place, arrow, check_prompt, open_future
 from pdplane.plane.config import DecodeConfig
 from pdplane.plane.decode import DecodePlane
 from pdplane.plane.rooms import DecodeRoom

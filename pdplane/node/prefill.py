@@ -12,15 +12,14 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from pdplane.api import EngineJob, FirstToken, PrefillEngine, PrefillRequest, Tokenizer
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError, InternalError, LocalProtocolError, PdplaneError, PoolExhausted
 from pdplane.ids import GroupId, Room
 from pdplane.kv.copies import expected_bytes
 from pdplane.kv.manifest import blocks_behind
 from pdplane.messages import Fingerprint, hash_prompt
-from pdplane.node.blocks import BlockQueue, Blocks, Place
-from pdplane.node.legs import Legs, arrow, check_prompt, open_future
-from pdplane.node.protocols import EngineJob, FirstToken, PrefillEngine, PrefillRequest, Tokenizer
+from pdplane.node.legs import BlockQueue, Blocks, Legs, Place, arrow, check_prompt, open_future
 from pdplane.plane.config import PrefillConfig
 from pdplane.plane.prefill import PrefillPlane
 from pdplane.plane.rooms import PrefillRoom, RoomWindow

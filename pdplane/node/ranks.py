@@ -1,11 +1,8 @@
-"""Rank 0's view of all ranks of a split model: it passes each request on and counts what the others say.
-
-One thread takes what happens, here and there, in one order; so that all ranks line up for blocks in the same order,
-and no two rooms hold blocks on one rank each while they wait for the other's.
-"""
+"""A model split over ranks: what rank 0 and the other ranks tell each other, and the nodes that do."""
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
@@ -13,15 +10,82 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import attrs
 
-from pdplane.control.rank_link import Message, RankLink
-from pdplane.errors import LocalProtocolError, PdplaneError, RoomFailed
-from pdplane.ids import Room
+from pdplane.api import DecodeRequest, Finished, FirstToken, PrefillRequest, Token, Tokenizer
+from pdplane.control.ranks import Message, RankLink
+from pdplane.errors import ConfigError, LocalProtocolError, PdplaneError, RoomFailed
+from pdplane.ids import Endpoint, Room
+from pdplane.node.decode import DecodeNode
 from pdplane.node.legs import open_future
-from pdplane.node.rank_words import Request, SharedThread, cause_of, write_request
+from pdplane.node.prefill import PrefillNode
+
+Request: TypeAlias = PrefillRequest | DecodeRequest
+Tell: TypeAlias = Callable[[str, int, str], None]
+OnBroken: TypeAlias = Callable[[str], None]
+
+
+class SharedThread(Protocol):
+    """What a node needs of the engine's thread on a rank; see `pdplane.engine.ranks.RankThread`."""
+
+    def connect(self, tell: Tell, broken: OnBroken) -> None: ...
+
+    def expect(self, key: int) -> Future[None]: ...
+
+    def forget(self, key: int) -> None: ...
+
+    def arrived(self, rank: int, key: int, mark: str) -> None: ...
+
+    def abandon(self, key: int) -> None: ...
+
+    def turn(self, key: int) -> None: ...
+
+    def end(self, key: int) -> None: ...
+
+
+def cause_of(error: BaseException) -> str:
+    """Why a leg failed, without the room and its story, which the other ranks have of their own."""
+    return error.cause if isinstance(error, RoomFailed) else str(error)
+
+
+def write_request(request: Request) -> str:
+    """The request as JSON."""
+    if isinstance(request, PrefillRequest):
+        return json.dumps({"tokens": request.tokens})
+    return json.dumps(
+        {
+            "tokens": request.tokens,
+            "prefill": str(request.prefill),
+            "max_tokens": request.max_tokens,
+            "ignore_eos": request.ignore_eos,
+            "stop_ids": sorted(request.stop_ids),
+        }
+    )
+
+
+def read_request(room: int, text: str) -> Request:
+    """The request again; ValueError, KeyError or TypeError for what rank 0 would not write."""
+    found = json.loads(text)
+    tokens = tuple(map(int, found["tokens"]))
+    if "prefill" not in found:
+        return PrefillRequest(Room(room), tokens)
+    return DecodeRequest(
+        Room(room),
+        tokens,
+        Endpoint.parse(found["prefill"]),
+        int(found["max_tokens"]),
+        bool(found["ignore_eos"]),
+        frozenset(map(int, found["stop_ids"])),
+    )
+
+
+# ---- Rank 0's view of all ranks of a split model: it passes each request on and counts what the others say
+#
+# One thread takes what happens, here and there, in one order; so that all ranks line up for blocks in the same order,
+# and no two rooms hold blocks on one rank each while they wait for the other's.
+
 
 logger = logging.getLogger(__name__)
 
@@ -213,3 +277,213 @@ class Ranks:
             leg.done.set_exception(error)
         else:
             leg.done.set_result(leg.here.done.result())
+
+
+# ---- The node of rank 0 of a split model, with the other ranks behind it: HTTP sees one node
+
+
+Meet = Callable[[], Sequence[RankLink]]
+"""Meets the other ranks; blocks until all are there and raises ConfigError."""
+
+
+class Lead:
+    """What both roles' rank 0 has in common. `on_lost` is told once why the ranks cannot go on together."""
+
+    def __init__(
+        self, node: PrefillNode | DecodeNode, ranks: Ranks, meet: Meet, on_lost: Callable[[str], None]
+    ) -> None:
+        self._inner, self._ranks, self._meet, self._on_lost = node, ranks, meet, on_lost
+        self._draining = False
+
+    def start(self) -> None:
+        """Meet the other ranks, load this one's part, open the plane. Raises ConfigError with nothing left open."""
+        self._ranks.start(self._meet(), self._on_lost)
+        self._inner.start()
+        found = self._inner.info()
+        if "bootstrap_port" in found:
+            self._ranks.tell("rendezvous", int(found["bootstrap_port"]), str(found["bootstrap_host"]))
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take no more, wait up to `drain_s` for what runs, end the rest on every rank; idempotent."""
+        self._draining = True
+        self._ranks.wait_idle(drain_s)
+        self._inner.close()
+        self._ranks.close()
+
+    @property
+    def ready(self) -> bool:
+        """All ranks are."""
+        return not self._draining and self.alive and self._inner.ready and self._ranks.all_up
+
+    @property
+    def alive(self) -> bool:
+        return self._inner.alive and self._ranks.trouble is None and not self._ranks.parting
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._inner.tokenizer
+
+    def info(self) -> dict[str, Any]:
+        return self._inner.info()
+
+    def statistics(self) -> dict[str, Any]:
+        """The counts of this rank, and the legs that are left on any."""
+        return {**self._inner.statistics(), "shared_legs": len(self._ranks)}
+
+    def _check(self) -> None:
+        if self._draining or not self._ranks.all_up:
+            raise LocalProtocolError("the ranks take no requests now")
+
+
+class LeadPrefill(Lead):
+    """Rank 0 of prefill."""
+
+    def __init__(self, node: PrefillNode, ranks: Ranks, meet: Meet, on_lost: Callable[[str], None]) -> None:
+        super().__init__(node, ranks, meet, on_lost)
+        self._node = node
+
+    def prefill(self, request: PrefillRequest) -> SharedLeg[FirstToken]:
+        """Begin a prefill leg on every rank; errors as for `PrefillNode.prefill`."""
+        self._check()
+        return self._ranks.begin(request, lambda: self._node.prefill(request))
+
+
+class LeadDecode(Lead):
+    """Rank 0 of decode."""
+
+    def __init__(self, node: DecodeNode, ranks: Ranks, meet: Meet, on_lost: Callable[[str], None]) -> None:
+        super().__init__(node, ranks, meet, on_lost)
+        self._node = node
+
+    def decode(self, request: DecodeRequest, on_token: Callable[[Token], None]) -> SharedLeg[Finished]:
+        """Begin a decode leg on every rank; errors as for `DecodeNode.decode`."""
+        self._check()
+        return self._ranks.begin(request, lambda: self._node.decode(request, on_token))
+
+
+# ---- A rank of a split model that is not rank 0: it does what rank 0 says, and tells how it went
+
+
+BeginLeg = Callable[[Request], Handle[Any]]
+"""Begins a leg on this rank; raises PdplaneError."""
+
+_MEETING_S = 600.0  # rank 0 reads its part of a large model as we do
+
+
+@attrs.define(eq=False)
+class FollowedLeg:
+    """One request on this rank: `done` counts its own end and that of its shared job."""
+
+    room: Room
+    ends_left: int = 2
+    here: Handle[Any] | None = None
+    go_on: Callable[[], None] | None = None
+
+
+class Follower:
+    """Listens to rank 0. `bye` ends when rank 0 parts from us; `on_lost` says why we cannot go on with it."""
+
+    def __init__(self, link: RankLink, thread: SharedThread, on_lost: Callable[[str], None]) -> None:
+        self._link, self._thread = link, thread
+        self._lock = threading.Lock()
+        self._legs: dict[Room, FollowedLeg] = {}
+        self._begin: BeginLeg | None = None
+        self._rendezvous: Future[Endpoint] = open_future()
+        self._on_lost = on_lost
+        self.bye = threading.Event()
+        self.trouble: str | None = None
+
+    def start(self) -> None:
+        """Listen. Requests come only after `up`."""
+        self._thread.connect(self._link.send, self._lost)
+        self._link.start(self._heard, self._lost)
+
+    def rendezvous(self) -> Endpoint:
+        """Rank 0's, once it is open. Raises ConfigError when rank 0 goes first."""
+        try:
+            return self._rendezvous.result(_MEETING_S)
+        except TimeoutError as error:
+            raise ConfigError(f"rank 0 did not open its rendezvous within {_MEETING_S:g} s") from error
+
+    def up(self, begin: BeginLeg) -> None:
+        """This rank can serve."""
+        self._begin = begin
+        self._link.send("up")
+
+    def leave(self) -> None:
+        """This rank was asked to stop: rank 0 ends what runs and says `bye`."""
+        self._link.send("leave")
+
+    def close(self) -> None:
+        """Part from rank 0; idempotent."""
+        self._link.close()
+
+    def gate(self, room: Room, go_on: Callable[[], None]) -> None:
+        """This rank has its offer: rank 0 says when to go on."""
+        with self._lock:
+            leg = self._legs.get(room)
+        if leg is not None:
+            leg.go_on = go_on
+            self._link.send("offered", room)
+
+    def _lost(self, reason: str) -> None:
+        if self.trouble is None and not self.bye.is_set():
+            self.trouble = reason
+            if not self._rendezvous.done():
+                self._rendezvous.set_exception(ConfigError(reason))
+            self._on_lost(reason)
+
+    def _heard(self, message: Message) -> None:
+        kind, number, text = message
+        if kind == "turn":
+            self._thread.turn(number)
+        elif kind == "end":
+            self._thread.end(number)
+        elif kind == "request":
+            self._request(Room(number), text)
+        elif kind == "rendezvous":
+            self._rendezvous.set_result(Endpoint(text, number))
+        elif kind == "bye":
+            self.bye.set()
+        else:
+            self._heard_of(kind, Room(number), text)
+
+    def _heard_of(self, kind: str, room: Room, text: str) -> None:
+        with self._lock:
+            leg = self._legs.get(room)
+        if leg is None:
+            return
+        if kind == "start" and leg.go_on is not None:
+            leg.go_on()
+        elif kind == "cancel" and leg.here is not None:
+            leg.here.cancel(text)
+
+    def _request(self, room: Room, text: str) -> None:
+        leg = FollowedLeg(room)
+        with self._lock:
+            self._legs[room] = leg
+        self._thread.expect(room).add_done_callback(lambda _: self._one_end(leg))
+        try:
+            if self._begin is None:
+                raise ConfigError("this rank is not up")
+            leg.here = self._begin(read_request(room, text))
+        except PdplaneError as error:
+            self._link.send("failed", room, cause_of(error))
+            self._one_end(leg)
+            return
+        leg.here.done.add_done_callback(lambda done: self._ended(leg, done))
+
+    def _ended(self, leg: FollowedLeg, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._link.send("failed", leg.room, cause_of(error))
+        self._one_end(leg)
+
+    def _one_end(self, leg: FollowedLeg) -> None:
+        with self._lock:
+            leg.ends_left -= 1
+            if leg.ends_left:
+                return
+            del self._legs[leg.room]
+        self._thread.forget(leg.room)
+        self._link.send("done", leg.room)

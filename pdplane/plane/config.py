@@ -11,8 +11,8 @@ import attrs
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
 from pdplane.security import Secret
-from pdplane.transport.options import TransportOptions
 from pdplane.transport.registry import is_one_sided
+from pdplane.transport.reports import TransportOptions
 
 logger = logging.getLogger(__name__)
 

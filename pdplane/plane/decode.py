@@ -11,10 +11,9 @@ from typing import Any, Self
 import attrs
 
 from pdplane import wire
-from pdplane.control.curve import Curve
-from pdplane.control.dealers import Dealers
+from pdplane.control.channels import Curve, Dealers
 from pdplane.control.http_thread import HttpThread
-from pdplane.control.legacy_decode import LegacyLine, LegacyPrefills, probed
+from pdplane.control.legacy import LegacyLine, LegacyPrefills, probed
 from pdplane.control.lookup import LookUp, LookUpOptions, PrefillFound, PrefillNotFound
 from pdplane.control.reactor import Reactor
 from pdplane.errors import ConfigError, LocalProtocolError, ProtocolError, WireError
@@ -27,10 +26,9 @@ from pdplane.machine import actions, events
 from pdplane.machine.decode import DecodeMachine
 from pdplane.machine.settings import DecodeSettings
 from pdplane.messages import Fingerprint, Hello, Registration
-from pdplane.plane import events as told
+from pdplane.plane import rooms as told
 from pdplane.plane.config import DecodeConfig, log_legacy
-from pdplane.plane.handles import Handles
-from pdplane.plane.rooms import DecodeRoom, broken, check_closer, check_process, check_room, settle
+from pdplane.plane.rooms import DecodeRoom, Handles, broken, check_closer, check_process, check_room, settle
 from pdplane.transport import reports
 from pdplane.transport.fence import Fence, OnLanded
 from pdplane.transport.registry import Receiver, is_one_sided, open_receiver

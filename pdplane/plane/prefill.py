@@ -12,8 +12,7 @@ from typing import Any, Self
 import attrs
 
 from pdplane import wire
-from pdplane.control.channel import Context, RouterChannel, open_context
-from pdplane.control.curve import Curve, Gatekeeper
+from pdplane.control.channels import Context, Curve, Gatekeeper, RouterChannel, open_context
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.legacy import LegacyPrefillChannel
 from pdplane.control.lookup import Announcement, Announcer
@@ -28,10 +27,18 @@ from pdplane.machine import actions, events
 from pdplane.machine.prefill import PrefillMachine
 from pdplane.machine.settings import PrefillSettings
 from pdplane.messages import Fingerprint
-from pdplane.plane import events as told
+from pdplane.plane import rooms as told
 from pdplane.plane.config import PrefillConfig, log_legacy
-from pdplane.plane.handles import Handles
-from pdplane.plane.rooms import PrefillRoom, RoomWindow, broken, check_closer, check_process, check_room, settle
+from pdplane.plane.rooms import (
+    Handles,
+    PrefillRoom,
+    RoomWindow,
+    broken,
+    check_closer,
+    check_process,
+    check_room,
+    settle,
+)
 from pdplane.plane.senders import Senders
 
 

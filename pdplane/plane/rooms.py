@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, Generic, Protocol, SupportsIndex, TypeAlias, TypeVar
 
 import attrs
 
@@ -14,8 +17,8 @@ from pdplane.control.reactor import Reactor
 from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, RoomFailed
 from pdplane.ids import MAX_ROOM, FieldId, GroupId, Room, SessionId
 from pdplane.kv.copies import U64, Copies, plan_block_copies
-from pdplane.kv.layerwise import chunk_blocks, chunk_positions
 from pdplane.kv.layout import Layout
+from pdplane.kv.manifest import chunk_blocks, chunk_positions
 from pdplane.machine.actions import Delivered, Destination
 
 T = TypeVar("T")
@@ -241,3 +244,123 @@ def _fields_of(layout: Layout, steps: range) -> frozenset[FieldId]:
 
 def broken(error: Exception) -> InternalError:
     return InternalError(f"the control thread ended by a bug: {error!r}")
+
+
+# ---- What a scheduler's step loop polls instead of waiting on futures
+
+
+@attrs.frozen
+class RoomWindowed:
+    """Decode's offer is whole: compute and push."""
+
+    room: Room
+    ticket: int
+    window: RoomWindow
+
+
+@attrs.frozen
+class RoomOffered:
+    """Every prefill rank knows this decode; the room's blocks are offered to them."""
+
+    room: Room
+
+
+@attrs.frozen
+class RoomDelivered:
+    """The cache is whole in the arena."""
+
+    room: Room
+    ticket: int
+    delivered: Delivered
+
+
+@attrs.frozen
+class RoomSucceeded:
+    """Success has gone out."""
+
+    room: Room
+    ticket: int
+
+
+@attrs.frozen
+class RoomReleased:
+    """The source blocks are free."""
+
+    room: Room
+    ticket: int
+
+
+@attrs.frozen
+class RoomEnded:
+    """The room failed."""
+
+    room: Room
+    ticket: int
+    error: PdplaneError
+
+
+PlaneEvent: TypeAlias = RoomWindowed | RoomOffered | RoomDelivered | RoomSucceeded | RoomReleased | RoomEnded
+
+
+# ---- The live handles of a plane by ticket, and what a step loop polls
+
+
+class Endable(Protocol):
+    """A handle that the plane can fail."""
+
+    @property
+    def ticket(self) -> int: ...
+
+    def end(self, error: PdplaneError) -> None: ...
+
+
+Handle = TypeVar("Handle", bound=Endable)
+
+
+class Handles(Generic[Handle]):
+    """Callers add, the reactor's thread takes out; a handle that was failed as a whole is out as well."""
+
+    def __init__(self, *, record: bool) -> None:
+        self._lock = threading.Lock()
+        self._live: dict[int, Handle] = {}
+        self._tickets = itertools.count(1)
+        self._record = record
+        self._told: deque[PlaneEvent] = deque()
+        self._over: PdplaneError | None = None
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def ticket(self) -> int:
+        """The number of a new use of a room, from 1."""
+        return next(self._tickets)
+
+    def add(self, handle: Handle) -> None:
+        """Keep a handle; one that comes after `fail_all` fails at once, for nobody would end it."""
+        with self._lock:
+            if self._over is None:
+                self._live[handle.ticket] = handle
+                return
+        handle.end(self._over)
+
+    def get(self, ticket: int) -> Handle | None:
+        return self._live.get(ticket)
+
+    def pop(self, ticket: int) -> Handle | None:
+        with self._lock:
+            return self._live.pop(ticket, None)
+
+    def fail_all(self, error: PdplaneError) -> None:
+        """The plane is over: fail every handle, those to come included."""
+        with self._lock:
+            self._over = self._over or error
+            handles, self._live = list(self._live.values()), {}
+        for handle in handles:
+            handle.end(error)
+
+    def record(self, event: PlaneEvent) -> None:
+        if self._record:
+            self._told.append(event)
+
+    def poll(self) -> list[PlaneEvent]:
+        return [self._told.popleft() for _ in range(len(self._told))]

@@ -17,7 +17,8 @@ from pdplane.kv.arena import Arena
 from pdplane.machine import events
 from pdplane.machine.actions import CancelPush, OpenData, Push
 from pdplane.plane.config import PrefillConfig
-from pdplane.transport import pushes, reports
+from pdplane.transport import reports
+from pdplane.transport import sender as pushes
 from pdplane.transport.registry import Sender, is_one_sided, let_go, open_sender, require_transport
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 
 from aiohttp import web
 
+from pdplane.api import Node
 from pdplane.errors import PdplaneError
-from pdplane.node.protocols import Node
 from pdplane.serving.errors import refuse
 from pdplane.serving.metrics import CONTENT_TYPE, Metrics
 

@@ -7,8 +7,8 @@ import asyncio
 import attrs
 from aiohttp import web
 
+from pdplane.api import Node
 from pdplane.errors import ConfigError
-from pdplane.node.protocols import Node
 from pdplane.serving.generate_request import DEFAULT_BOOTSTRAP_PORT, GenerateRequest, read_generate
 
 DEFAULT_MAX_TOKENS = 128

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pdplane.node.protocols import Finished, Token, Tokenizer
+from pdplane.api import Finished, Token, Tokenizer
 from pdplane.serving.generate_request import GenerateRequest
 from pdplane.serving.stop_text import StopText
 

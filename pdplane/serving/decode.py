@@ -7,8 +7,8 @@ import time
 
 from aiohttp import web
 
+from pdplane.api import DecodeHandle, DecodeNode, DecodeRequest, Token
 from pdplane.errors import ConfigError, PdplaneError
-from pdplane.node.protocols import DecodeHandle, DecodeNode, DecodeRequest, Token
 from pdplane.serving.about import AboutRoutes
 from pdplane.serving.admission import MAX_BODY, Admitted, admit
 from pdplane.serving.answer import Answer

@@ -13,14 +13,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from pdplane.errors import (
-    ConfigError,
-    LocalProtocolError,
-    PoolExhausted,
-    RoomFailed,
-    SessionLost,
-    TransferError,
-)
+from pdplane.errors import ConfigError, LocalProtocolError, PoolExhausted, RoomFailed, SessionLost, TransferError
 
 RETRY_AFTER_S = 1
 

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdplane.api import Finished, Node
 from pdplane.errors import PdplaneError, RoomFailed
-from pdplane.node.protocols import Finished, Node
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

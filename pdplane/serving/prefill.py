@@ -7,8 +7,8 @@ import time
 
 from aiohttp import web
 
+from pdplane.api import Finished, FirstToken, PrefillHandle, PrefillNode, PrefillRequest, Token
 from pdplane.errors import PdplaneError
-from pdplane.node.protocols import Finished, FirstToken, PrefillHandle, PrefillNode, PrefillRequest, Token
 from pdplane.serving.about import AboutRoutes
 from pdplane.serving.admission import MAX_BODY, Admitted, admit
 from pdplane.serving.answer import Answer

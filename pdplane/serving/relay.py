@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from pdplane.node.protocols import Token
+from pdplane.api import Token
 
 
 @attrs.frozen

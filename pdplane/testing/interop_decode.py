@@ -9,27 +9,26 @@ import attrs
 import numpy as np
 
 from pdplane.ids import GroupId, Room
-from pdplane.kv.arena import Arena
+from pdplane.kv.arena import Arena, Pool
 from pdplane.kv.copies import window_runs
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, blocks_needed, build_manifest, logical_slots
-from pdplane.kv.pool import Pool
 from pdplane.plane.decode import DecodePlane
-from pdplane.plane.events import RoomOffered
-from pdplane.testing.bench_pages import bench_page
-from pdplane.testing.interop_events import Events
-from pdplane.testing.interop_options import InteropOptions
-from pdplane.testing.interop_planes import decode_plane
-from pdplane.testing.interop_reduce import join_ranks
-from pdplane.testing.interop_rooms import (
+from pdplane.plane.rooms import RoomOffered
+from pdplane.testing.bench_layouts import bench_page
+from pdplane.testing.interop_run import (
     BOOTSTRAPPED,
     BOOTSTRAPPING,
     FAILED,
     NAMES,
     SUCCESS,
     Alarm,
+    Events,
+    InteropOptions,
+    decode_plane,
     drive,
     finish,
+    join_ranks,
     reason_of,
     tables,
 )

@@ -17,10 +17,9 @@ from pdplane.control.http_thread import HttpThread
 from pdplane.control.rendezvous import rendezvous_app
 from pdplane.errors import ConfigError, PdplaneError
 from pdplane.testing.interop_decode import run_decode
-from pdplane.testing.interop_events import Events
-from pdplane.testing.interop_options import InteropOptions, parse
 from pdplane.testing.interop_prefill import run_prefill
-from pdplane.transport.interpreter import take_turns_often
+from pdplane.testing.interop_run import Events, InteropOptions, parse
+from pdplane.transport.vector import take_turns_often
 
 _TERMINATED = 128 + signal.SIGTERM
 

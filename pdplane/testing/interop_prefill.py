@@ -10,27 +10,25 @@ import numpy as np
 
 from pdplane.errors import ConfigError
 from pdplane.ids import GroupId, Room
-from pdplane.kv.arena import Arena
-from pdplane.kv.layerwise import chunk_positions
+from pdplane.kv.arena import Arena, Pool
 from pdplane.kv.layout import Layout
-from pdplane.kv.manifest import blocks_behind, blocks_needed, logical_slots
-from pdplane.kv.pool import Pool
+from pdplane.kv.manifest import blocks_behind, blocks_needed, chunk_positions, logical_slots
 from pdplane.plane.prefill import PrefillPlane
 from pdplane.plane.rooms import RoomWindow
-from pdplane.testing.bench_pages import bench_page
-from pdplane.testing.interop_events import Events
-from pdplane.testing.interop_options import InteropOptions
-from pdplane.testing.interop_planes import prefill_plane
-from pdplane.testing.interop_reduce import join_ranks
-from pdplane.testing.interop_rooms import (
+from pdplane.testing.bench_layouts import bench_page
+from pdplane.testing.interop_run import (
     BOOTSTRAPPED,
     BOOTSTRAPPING,
     FAILED,
     NAMES,
     SUCCESS,
     Alarm,
+    Events,
+    InteropOptions,
     drive,
     finish,
+    join_ranks,
+    prefill_plane,
     reason_of,
     tables,
 )

@@ -1,43 +1,67 @@
-"""Segments and acknowledgements as bytes, without any input or output.
-
-Every frame starts with 64 bytes, little-endian:
-
-    magic "PDP1" | u8 version 1 | u8 kind | u16 flags | u32 count | u32 0 | u64 session number |
-    u64 room | u64 generation | u64 segment | u64 nbytes | u64 checksum
-
-`SEGMENT` (prefill to decode): then `count` u64 offsets into the receiver's arena, `count` u64 lengths, and
-`nbytes` bytes, which are the runs one after another. The flag LAST asks for the push's one acknowledgement.
-A push without bytes is one LAST segment of count 0.
-`PULL` (prefill to decode, on connections that agreed on it): as SEGMENT, but a third table, `count` u64 offsets
-into the sender's arena, stands in the place of the bytes: the receiver reads them from the sender's memory.
-`TAKEN` (decode to prefill): a PULL that is not the LAST has been read.
-`ACK` (decode to prefill): the segment number of the LAST segment, `count` is the status (0 landed, else a
-`Refusal`), `nbytes` the push's bytes that are in the arena.
-`ABANDON` (prefill to decode): the push ends here, unfinished. With the flag LAST it asks for an ACK of its own
-number, which says that nothing of the push is read any more; without, it gets none.
-
-The flag CHECKSUM says that `checksum` is the xxh3 (64 bits) of the segment's bytes, run after run; without it
-the field is 0.
-
-A segment number is `push << 32 | index`: the same push cut the same way has the same numbers, so that
-whole segments of a repeated push count once.
-"""
+"""Segments and acknowledgements as bytes, without any input or output."""
 
 from __future__ import annotations
 
 import bisect
 import enum
+import importlib
+import importlib.util
 import itertools
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import numpy as np
 
 from pdplane.errors import WireError
 from pdplane.ids import MAX_ROOM, Generation, Room
+from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, Copies
-from pdplane.transport.iovec import pieces
+from pdplane.transport.vector import merge, pieces
+
+XXH3 = "xxh3"
+
+
+def can_check() -> bool:
+    """Whether the extra is installed."""
+    return importlib.util.find_spec("xxhash") is not None
+
+
+def checksum_of(arena: Arena, offsets: U64, lengths: U64) -> int:
+    """The xxh3 (64 bits) of the runs' bytes, one run after another; needs the extra."""
+    xxhash: Any = importlib.import_module("xxhash")
+    digest = xxhash.xxh3_64()
+    starts, lengths = merge(offsets, lengths)
+    for start, end in zip(starts.tolist(), np.add(starts, lengths).tolist(), strict=True):
+        digest.update(arena.bytes[start:end])
+    return int(digest.intdigest())
+
+
+# ---- Segments and acknowledgements as bytes, without any input or output
+#
+# Every frame starts with 64 bytes, little-endian:
+#
+#     magic "PDP1" | u8 version 1 | u8 kind | u16 flags | u32 count | u32 0 | u64 session number |
+#     u64 room | u64 generation | u64 segment | u64 nbytes | u64 checksum
+#
+# `SEGMENT` (prefill to decode): then `count` u64 offsets into the receiver's arena, `count` u64 lengths, and
+# `nbytes` bytes, which are the runs one after another. The flag LAST asks for the push's one acknowledgement.
+# A push without bytes is one LAST segment of count 0.
+# `PULL` (prefill to decode, on connections that agreed on it): as SEGMENT, but a third table, `count` u64 offsets
+# into the sender's arena, stands in the place of the bytes: the receiver reads them from the sender's memory.
+# `TAKEN` (decode to prefill): a PULL that is not the LAST has been read.
+# `ACK` (decode to prefill): the segment number of the LAST segment, `count` is the status (0 landed, else a
+# `Refusal`), `nbytes` the push's bytes that are in the arena.
+# `ABANDON` (prefill to decode): the push ends here, unfinished. With the flag LAST it asks for an ACK of its own
+# number, which says that nothing of the push is read any more; without, it gets none.
+#
+# The flag CHECKSUM says that `checksum` is the xxh3 (64 bits) of the segment's bytes, run after run; without it
+# the field is 0.
+#
+# A segment number is `push << 32 | index`: the same push cut the same way has the same numbers, so that
+# whole segments of a repeated push count once.
+
 
 MAGIC = b"PDP1"
 VERSION = 1

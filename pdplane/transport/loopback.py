@@ -42,9 +42,8 @@ from pdplane.transport.greeting import (
     decode_body,
     decode_prefix,
 )
-from pdplane.transport.options import TransportOptions
 from pdplane.transport.receiver import ReceiverSnapshot, Reception
-from pdplane.transport.reports import OnReport
+from pdplane.transport.reports import OnReport, TransportOptions
 
 _STORE_BYTES = 4 << 20  # one hold of a room's window
 _STORE_RUNS = 256

@@ -26,14 +26,12 @@ from pdplane.ids import Endpoint, Generation, Life, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
 from pdplane.security import Secret
-from pdplane.transport.dial import Dial
 from pdplane.transport.fence import Fence
 from pdplane.transport.framing import Header, Kind
 from pdplane.transport.greeting import Accepted
-from pdplane.transport.options import TransportOptions
+from pdplane.transport.line import Dial, Wakeup
 from pdplane.transport.receiver import ReceiverSnapshot
-from pdplane.transport.reports import OnReport
-from pdplane.transport.stream import Wakeup
+from pdplane.transport.reports import OnReport, TransportOptions
 
 BATCH_RUNS = 128
 """Runs of one batch; far below what the engine's TCP lanes hold, with room for other sessions' batches."""

@@ -27,7 +27,7 @@ import numpy as np
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, Copies
 from pdplane.transport.framing import cut, with_short_runs
-from pdplane.transport.iovec import ENTRY_BYTES, IOV_MAX
+from pdplane.transport.vector import ENTRY_BYTES, IOV_MAX
 
 NONCE_BYTES = 32
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")

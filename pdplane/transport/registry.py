@@ -13,16 +13,13 @@ from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.security import Secret
 from pdplane.transport.fence import Fence, Writer
-from pdplane.transport.greeting import Bundle, SenderGreeting
+from pdplane.transport.greeting import PULL, UNIX, Bundle, SenderGreeting
+from pdplane.transport.line import StreamLine
 from pdplane.transport.loopback import LoopbackLine, LoopbackReceiver
 from pdplane.transport.mooncake import MooncakeLine, MooncakeReceiver, close_engines, load_mooncake, mooncake_options
-from pdplane.transport.options import TransportOptions
-from pdplane.transport.pushes import Push
 from pdplane.transport.receiver import ReceiverSnapshot
-from pdplane.transport.reports import OnReport
-from pdplane.transport.sender import Line, PushSender
-from pdplane.transport.shortcut import PULL, UNIX
-from pdplane.transport.stream_line import StreamLine
+from pdplane.transport.reports import OnReport, TransportOptions
+from pdplane.transport.sender import Line, Push, PushSender
 from pdplane.transport.stream_receiver import StreamReceiver
 from pdplane.transport.striped import StripedSender
 

@@ -15,15 +15,13 @@ import attrs
 from pdplane.errors import ConfigError, LocalProtocolError, WireError
 from pdplane.ids import Endpoint, Life, SessionId
 from pdplane.security import Secret
-from pdplane.transport.connection import HALF_OPEN, Connection, Greeted
-from pdplane.transport.door import UnixDoor, open_door
 from pdplane.transport.fence import Fence
-from pdplane.transport.options import TransportOptions
+from pdplane.transport.greeting import PULL, UNIX, Attach, decode_attach, encode_attached
+from pdplane.transport.line import Link, Wakeup
 from pdplane.transport.pull import PeerMemory
-from pdplane.transport.receiver import ReceiverSnapshot, Reception
-from pdplane.transport.reports import OnReport
-from pdplane.transport.shortcut import PULL, UNIX, Attach, decode_attach, encode_attached
-from pdplane.transport.stream import Link, Wakeup
+from pdplane.transport.receiver import HALF_OPEN, Connection, Greeted, ReceiverSnapshot, Reception
+from pdplane.transport.reports import OnReport, TransportOptions
+from pdplane.transport.unix_socket import UnixDoor, open_door
 
 _BACKLOG = 128
 _EXHAUSTED_PAUSE_MS = 200  # out of descriptors: the connection stays in the backlog, and `poll` would spin

@@ -20,8 +20,6 @@ from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
 from pdplane.transport.framing import segments
 from pdplane.transport.greeting import Bundle
-from pdplane.transport.options import TransportOptions
-from pdplane.transport.pushes import Key, Push, check_push
 from pdplane.transport.reports import (
     Connected,
     ConnectFailed,
@@ -31,8 +29,9 @@ from pdplane.transport.reports import (
     PushFailed,
     Report,
     Resumed,
+    TransportOptions,
 )
-from pdplane.transport.sender import Line, PushSender
+from pdplane.transport.sender import Key, Line, Push, PushSender, check_push
 
 STRIPE_BYTES = 1 << 20
 """A part of a push is not made smaller than this."""

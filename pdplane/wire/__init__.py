@@ -1,17 +1,19 @@
 """Values to bytes and back. Decoders raise WireError only, whatever the bytes."""
 
-from pdplane.wire.layout_json import decode_layout, encode_layout
-from pdplane.wire.manifest_json import decode_manifest, encode_manifest
-from pdplane.wire.notice import decode_notice, encode_notice, is_notice
-from pdplane.wire.preallocation import decode_preallocation, encode_preallocation, preallocation_route
-from pdplane.wire.registration import (
+from pdplane.wire.cache_json import decode_layout, decode_manifest, encode_layout, encode_manifest
+from pdplane.wire.frames import (
+    decode_preallocation,
     decode_registration,
     decode_route,
+    decode_status,
+    encode_preallocation,
     encode_registration,
+    encode_status,
     is_registration,
+    preallocation_route,
     session_port,
 )
-from pdplane.wire.status import decode_status, encode_status
+from pdplane.wire.notice import decode_notice, encode_notice, is_notice
 
 __all__ = [
     "decode_layout",

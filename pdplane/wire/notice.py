@@ -28,9 +28,8 @@ from pdplane.messages import (
     UnknownSession,
     Window,
 )
-from pdplane.wire.json_value import Value, parse, write
-from pdplane.wire.registration import MAX_SESSION
-from pdplane.wire.scalars import MAX_U64
+from pdplane.wire.fields import MAX_U64, Value, parse, write
+from pdplane.wire.frames import MAX_SESSION
 
 NOTICE_MARKER = b"pdplane/1"
 MAX_BODY = 65_536

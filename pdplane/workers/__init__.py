@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pdplane.workers.cache_worker import CacheWorker, CacheWorkerOptions
-    from pdplane.workers.expert_worker import ExpertWorker, ExpertWorkerOptions
-    from pdplane.workers.receiver import EngineReceiver
-    from pdplane.workers.remote_experts import RemoteExperts, RemoteOptions
-    from pdplane.workers.tx1 import Token
-    from pdplane.workers.wp30_client import Wp30Client, Wp30Reply
+    from pdplane.workers.cache.model import EngineReceiver
+    from pdplane.workers.cache.worker import CacheWorker, CacheWorkerOptions
+    from pdplane.workers.cache.wp30 import Wp30Client, Wp30Reply
+    from pdplane.workers.experts.remote import RemoteExperts, RemoteOptions
+    from pdplane.workers.experts.tx1 import Token
+    from pdplane.workers.experts.worker import ExpertWorker, ExpertWorkerOptions
 
 _HOMES = {
     "CacheWorker": "cache_worker",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdplane.ids import Endpoint
-from pdplane.testing.toy_model import ToyOptions, toy_answer
+from pdplane.toy.model import ToyOptions, toy_answer
 from tests.cli.daemons import PATIENCE_S, Daemon, command
 from tests.http_client import ask
 

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane import wire
-from pdplane.cli.described import Describer, kind_of
-from pdplane.cli.inspect import read_hex
+from pdplane.cli.inspect import Describer, kind_of, read_hex
 from pdplane.cli.main import main
 from pdplane.errors import ConfigError
 from pdplane.ids import Generation, Life, Rank, Room, SessionId

@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from pdplane.cli.stop_signal import StopSignal
+from pdplane.cli.process import StopSignal
 
 
 def _lines_of_a_wait(stop: StopSignal, at: int) -> int:

@@ -11,8 +11,7 @@ import pytest
 import zmq
 
 from pdplane import wire
-from pdplane.control.channel import RouterChannel, open_context
-from pdplane.control.dealers import Dealers
+from pdplane.control.channels import Dealers, RouterChannel, open_context
 from pdplane.control.reactor import Reactor
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint, Life, Rank, Room, SessionId, new_life

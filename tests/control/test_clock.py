@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdplane.control.clock import AwakeClock
+from pdplane.control.reactor import AwakeClock
 
 
 class Hand:

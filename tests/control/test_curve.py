@@ -11,8 +11,7 @@ import pytest
 import zmq
 
 from pdplane import wire
-from pdplane.control.channel import RouterChannel, open_context
-from pdplane.control.curve import Curve, Gatekeeper
+from pdplane.control.channels import Curve, Gatekeeper, RouterChannel, open_context
 from pdplane.control.reactor import Reactor
 from pdplane.ids import Endpoint, new_life
 from pdplane.machine import actions, events

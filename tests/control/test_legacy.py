@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from pdplane import wire
-from pdplane.control.channel import open_context
+from pdplane.control.channels import open_context
 from pdplane.control.legacy import Latest, LegacyPrefillChannel
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint, Rank, Room, SessionId

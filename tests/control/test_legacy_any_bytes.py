@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane import wire
-from pdplane.control.legacy import LegacyPrefillChannel
-from pdplane.control.legacy_decode import LegacyPrefills
+from pdplane.control.legacy import LegacyPrefillChannel, LegacyPrefills
 from pdplane.ids import SessionId
 from pdplane.messages import Registration
 from tests.samples import two_group_layout

@@ -7,7 +7,7 @@ from collections import Counter
 import attrs
 import pytest
 
-from pdplane.control.legacy_decode import LegacyPrefills, probed
+from pdplane.control.legacy import LegacyPrefills, probed
 from pdplane.ids import Endpoint, Life, Rank, Room, SessionId
 from pdplane.kv.manifest import build_manifest
 from pdplane.machine import events

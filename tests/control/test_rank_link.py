@@ -13,8 +13,8 @@ from queue import SimpleQueue
 import attrs
 import pytest
 
-from pdplane.control import rank_link
-from pdplane.control.rank_link import Message, RankLink, RankListener, connect_rank
+from pdplane.control import ranks as rank_link
+from pdplane.control.ranks import Message, RankLink, RankListener, connect_rank
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
 from tests.waiting import PATIENCE_S

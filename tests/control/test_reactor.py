@@ -10,8 +10,7 @@ import attrs
 import pytest
 import zmq
 
-from pdplane.control.clock import AwakeClock
-from pdplane.control.reactor import Reactor
+from pdplane.control.reactor import AwakeClock, Reactor
 from pdplane.errors import InternalError
 from pdplane.machine.actions import WakeAt
 from pdplane.machine.events import Tick

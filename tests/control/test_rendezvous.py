@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pdplane.control.http_thread import HttpThread
-from pdplane.control.rank_table import LEASE_S
-from pdplane.control.rendezvous import rendezvous_app
+from pdplane.control.rendezvous import LEASE_S, rendezvous_app
 from pdplane.ids import Endpoint, new_life
 from pdplane.security import Secret
 from tests.control.registrations import CASES, native, other_layout, registration

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from pdplane.control.resolve import find_address
+from pdplane.control.lookup import find_address
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "192.0.2.1"])

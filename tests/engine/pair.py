@@ -9,17 +9,15 @@ from contextlib import contextmanager
 import attrs
 import numpy as np
 
-from pdplane.engine.assembly import Assembly
 from pdplane.engine.decode import DecodeEngine, DecodeRequest, FinishReason, Token
 from pdplane.engine.options import EngineOptions
-from pdplane.engine.pages import Blocks
+from pdplane.engine.pages import Assembly, Blocks
 from pdplane.engine.prefill import FirstToken, PrefillEngine
 from pdplane.engine.reference import single_process
 from pdplane.ids import Rank
+from pdplane.kv.arena import Pool
 from pdplane.kv.copies import Copies, plan_block_copies, window_runs
-from pdplane.kv.layerwise import chunk_blocks
-from pdplane.kv.manifest import build_manifest
-from pdplane.kv.pool import Pool
+from pdplane.kv.manifest import build_manifest, chunk_blocks
 from pdplane.kv.routes import plan_route
 
 BLOCK_TOKENS = 8

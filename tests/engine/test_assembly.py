@@ -8,15 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pdplane.engine.assembly import Assembly
 from pdplane.engine.decode import DecodeRequest, Token
-from pdplane.engine.pages import Blocks
+from pdplane.engine.pages import Assembly, Blocks
 from pdplane.engine.prefill import FirstToken
 from pdplane.engine.thread import Turns
 from pdplane.errors import ConfigError
+from pdplane.kv.arena import Pool
 from pdplane.kv.copies import U64, window_runs
 from pdplane.kv.manifest import build_manifest
-from pdplane.kv.pool import Pool
 from tests.engine.pair import GARBAGE, Pair, options, prompt_of
 
 LENGTH = 61

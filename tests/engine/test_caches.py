@@ -18,8 +18,7 @@ from pdplane.engine.caches import KINDS, Leaf, describe, refuse_unknown, walk
 from pdplane.engine.layout import cache_layout, carried, field_id
 from pdplane.engine.pages import Pages
 from pdplane.errors import ConfigError
-from pdplane.kv.arena import Arena
-from pdplane.kv.pool import Pool
+from pdplane.kv.arena import Arena, Pool
 from tests.engine.pair import GARBAGE, options
 
 

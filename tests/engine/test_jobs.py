@@ -12,7 +12,7 @@ import pytest
 from pdplane.engine.decode import DecodeEngine, DecodeRequest, Token
 from pdplane.engine.prefill import PrefillEngine
 from pdplane.errors import ConfigError, InternalError
-from pdplane.kv.pool import Pool
+from pdplane.kv.arena import Pool
 from tests.engine.pair import GARBAGE, Pair, options, prompt_of
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
 
-from pdplane.engine.lockstep import RankThread
+from pdplane.engine.ranks import RankThread
 from pdplane.engine.thread import Job, Turns
 from pdplane.errors import InternalError
 

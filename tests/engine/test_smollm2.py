@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdplane.engine.options import EngineOptions
-from pdplane.engine.smollm2 import PACKAGE, VERSION, WHEEL, smollm2_folder
+from pdplane.engine.sources import PACKAGE, VERSION, WHEEL, smollm2_folder
 from pdplane.errors import ConfigError
 from tests.engine.pair import Pair
 

@@ -15,7 +15,7 @@ from pdplane.engine.layout import KV
 from pdplane.engine.tap import Tap
 from pdplane.engine.thread import Turns
 from pdplane.errors import ConfigError
-from pdplane.kv.pool import Pool
+from pdplane.kv.arena import Pool
 from tests.engine.pair import BLOCK_TOKENS, GARBAGE, STEP_SIZE, Pair, options, prompt_of
 
 LENGTH = 2 * STEP_SIZE + 12  # two whole chunks, a third one that ends inside a block, the last token

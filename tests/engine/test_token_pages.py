@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pdplane.engine.prefill import PrefillEngine
-from pdplane.engine.token_major import ring_of
+from pdplane.engine.token_pages import ring_of
 from pdplane.errors import ConfigError
 from pdplane.ids import FieldId, GroupId
 from pdplane.kv.layout import Layout

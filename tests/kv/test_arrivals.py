@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdplane.ids import FieldId, GroupId
-from pdplane.kv.arrivals import Arrivals
+from pdplane.kv.copies import Arrivals
 from pdplane.kv.layout import Layout
 from tests.samples import two_group_layout
 

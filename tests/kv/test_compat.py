@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdplane.errors import LayoutMismatch
-from pdplane.kv.compat import compare_layouts
+from pdplane.kv.layout import compare_layouts
 from tests.golden import Case, each, layout_of, refused
 from tests.samples import two_group_layout
 

@@ -7,8 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.errors import LocalProtocolError
-from pdplane.kv.layerwise import COUNTER_MODULUS, check_chunk, chunk_blocks, chunk_positions, is_past, producer_steps
-from pdplane.kv.manifest import blocks_needed, logical_slots
+from pdplane.kv.manifest import (
+    COUNTER_MODULUS,
+    blocks_needed,
+    check_chunk,
+    chunk_blocks,
+    chunk_positions,
+    is_past,
+    logical_slots,
+    producer_steps,
+)
 from tests.golden import Case, each, layout_of, refused
 from tests.samples import KV, SNAPSHOT, two_group_layout
 

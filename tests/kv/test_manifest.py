@@ -18,7 +18,7 @@ from pdplane.kv.manifest import (
     manifest_from_tables,
     validate_manifest,
 )
-from pdplane.wire.manifest_json import decode_manifest
+from pdplane.wire.cache_json import decode_manifest
 from tests.golden import Case, each, layout_of, refused, wire_bytes
 from tests.samples import KV, SNAPSHOT, two_group_layout
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdplane.errors import InternalError, LocalProtocolError, PoolExhausted
 from pdplane.ids import GroupId
-from pdplane.kv.pool import Pool
+from pdplane.kv.arena import Pool
 from tests.samples import KV, SNAPSHOT, two_group_layout
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pdplane import wire
 from pdplane.errors import ConfigError
-from pdplane.kv.token_major import AttentionLayer, CacheLayer, LatentLayer, token_major_layout
+from pdplane.kv.planning import AttentionLayer, CacheLayer, LatentLayer, token_major_layout
 
 CASES = json.loads((Path(__file__).parents[1] / "vectors/legacy/model_layouts.json").read_text())
 

@@ -9,7 +9,7 @@ from pdplane.ids import Generation, Rank
 from pdplane.machine import actions, events
 from pdplane.machine.actions import Fail, Send, Windowed
 from pdplane.messages import Failed, Status, StatusCode
-from pdplane.testing.linked_memory import linked_layout
+from tests.linked.memory import linked_layout
 from tests.machine.said import ROOM, connected, hello, offer, registration, request
 from tests.machine.witness import ME, REGISTRATION, PrefillWitness
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from pdplane.ids import Room
-from pdplane.testing.linked import LONGEST_S, LinkedMachines
-from pdplane.testing.linked_net import CONTROL, QueueName
+from tests.linked.machines import LONGEST_S, LinkedMachines
+from tests.linked.net import CONTROL, QueueName
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)]
 ROOMS = st.integers(6, 8)

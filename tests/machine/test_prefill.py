@@ -9,17 +9,8 @@ from pdplane.ids import Generation, Life, Rank, Room, SessionId
 from pdplane.machine import actions, events
 from pdplane.machine.actions import CancelPush, OpenData, Release, Send, Succeed, Windowed
 from pdplane.machine.settings import PrefillSettings
-from pdplane.messages import (
-    Cancel,
-    Drain,
-    Failed,
-    Ping,
-    Status,
-    StatusCode,
-    UnknownSession,
-    Window,
-)
-from pdplane.testing.linked_memory import linked_layout
+from pdplane.messages import Cancel, Drain, Failed, Ping, Status, StatusCode, UnknownSession, Window
+from tests.linked.memory import linked_layout
 from tests.machine.asked import FAILED, SUCCESS, registered_prefill, seen, told, windowed
 from tests.machine.said import NEW_LIFE, ROOM, finish, hello, offer, push, registration, request
 from tests.machine.witness import (

@@ -8,14 +8,7 @@ from pdplane.ids import Generation
 from pdplane.machine import events
 from pdplane.machine.actions import CancelPush, CloseData, OpenData, Release, Send
 from pdplane.machine.settings import PrefillSettings
-from pdplane.messages import (
-    Fingerprint,
-    Hello,
-    Ping,
-    Refused,
-    Registered,
-    Window,
-)
+from pdplane.messages import Fingerprint, Hello, Ping, Refused, Registered, Window
 from tests.machine.asked import registered_prefill, seen, told, windowed
 from tests.machine.said import NEW_LIFE, ROOM, connected, hello, offer, push, registration, request
 from tests.machine.witness import (

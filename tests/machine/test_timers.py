@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.ids import Generation, Life, Room, SessionId
-from pdplane.machine.graveyard import Graveyard, Tombstone, Use, merge
 from pdplane.machine.timers import Timers
+from pdplane.machine.uses import Graveyard, Tombstone, Use, merge
 
 PEER = SessionId("decode:9"), Life("d" * 32)
 MOVES = st.lists(

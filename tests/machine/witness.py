@@ -16,7 +16,7 @@ from pdplane.machine.decode import DecodeMachine
 from pdplane.machine.prefill import PrefillMachine
 from pdplane.machine.settings import DecodeSettings, PrefillSettings
 from pdplane.messages import Failed, Fingerprint, Hello, Registration, Status, StatusCode, Window
-from pdplane.testing.linked_memory import KV, STATES, linked_layout
+from tests.linked.memory import KV, STATES, linked_layout
 
 LAYOUT = linked_layout(1)
 PREFILL_LIFE, DECODE_LIFE = Life("p" * 32), Life("d" * 32)

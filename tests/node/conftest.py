@@ -11,14 +11,14 @@ from typing import Any
 import attrs
 import pytest
 
+from pdplane.api import DecodeRequest, Finished, PrefillRequest
 from pdplane.errors import RoomFailed
 from pdplane.ids import Endpoint, Room, new_room
 from pdplane.node.decode import DecodeLeg, DecodeNode
 from pdplane.node.prefill import PrefillLeg, PrefillNode
-from pdplane.node.protocols import DecodeRequest, Finished, PrefillRequest
 from pdplane.plane.config import DecodeConfig, PrefillConfig
-from pdplane.testing.toy_engine import ToyDecodeEngine, ToyPrefillEngine
-from pdplane.testing.toy_model import ToyOptions, toy_answer
+from pdplane.toy.engine import ToyDecodeEngine, ToyPrefillEngine
+from pdplane.toy.model import ToyOptions, toy_answer
 from tests.waiting import PATIENCE_S, until
 
 SHORT: dict[str, Any] = {"bootstrap_timeout_s": 5, "waiting_timeout_s": 5, "tombstone_s": 0.1}

@@ -11,18 +11,15 @@ from typing import Any
 
 import attrs
 
-from pdplane.control.rank_link import RankListener, connect_rank
+from pdplane.api import DecodeRequest, PrefillRequest
+from pdplane.control.ranks import RankListener, connect_rank
 from pdplane.ids import Endpoint
 from pdplane.node.decode import DecodeNode
-from pdplane.node.follow import Follower
-from pdplane.node.lead import LeadDecode, LeadPrefill
 from pdplane.node.prefill import PrefillNode
-from pdplane.node.protocols import DecodeRequest, PrefillRequest
-from pdplane.node.rank_words import OnBroken, Request, Tell
-from pdplane.node.ranks import Handle, Ranks
+from pdplane.node.ranks import Follower, Handle, LeadDecode, LeadPrefill, OnBroken, Ranks, Request, Tell
 from pdplane.plane.config import DecodeConfig, PrefillConfig
-from pdplane.testing.toy_engine import ToyDecodeEngine, ToyPrefillEngine
-from pdplane.testing.toy_model import ToyOptions
+from pdplane.toy.engine import ToyDecodeEngine, ToyPrefillEngine
+from pdplane.toy.model import ToyOptions
 from tests.node.conftest import SHORT
 from tests.waiting import PATIENCE_S, until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdplane.errors import ConfigError, LocalProtocolError
-from pdplane.testing.toy_model import EOS, ToyOptions, toy_answer
+from pdplane.toy.model import EOS, ToyOptions, toy_answer
 from tests.node.conftest import Daemons, call, idle, prompt
 from tests.waiting import until
 

@@ -11,7 +11,7 @@ import pytest
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import PoolExhausted
 from pdplane.kv.layout import Layout
-from pdplane.node.blocks import BlockQueue, Blocks
+from pdplane.node.legs import BlockQueue, Blocks
 from tests.samples import KV, two_group_layout
 from tests.waiting import PATIENCE_S, until
 

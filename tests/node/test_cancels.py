@@ -15,8 +15,8 @@ from pdplane.errors import ConfigError, PoolExhausted, RoomFailed
 from pdplane.ids import Endpoint, new_room
 from pdplane.node.prefill import PrefillNode
 from pdplane.plane.config import PrefillConfig
-from pdplane.testing.toy_engine import ToyPrefillEngine
-from pdplane.testing.toy_model import ToyOptions
+from pdplane.toy.engine import ToyPrefillEngine
+from pdplane.toy.model import ToyOptions
 from tests.node.conftest import SHORT, Call, Daemons, Prefill, call, idle, prompt
 from tests.waiting import PATIENCE_S, until
 

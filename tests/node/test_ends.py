@@ -10,8 +10,8 @@ from pdplane.errors import ConfigError, LocalProtocolError, PdplaneError
 from pdplane.node.decode import DecodeNode
 from pdplane.node.prefill import PrefillNode
 from pdplane.plane.config import DecodeConfig, PrefillConfig
-from pdplane.testing.toy_engine import ToyDecodeEngine, ToyPrefillEngine
-from pdplane.testing.toy_model import ToyOptions
+from pdplane.toy.engine import ToyDecodeEngine, ToyPrefillEngine
+from pdplane.toy.model import ToyOptions
 from tests.node.conftest import Daemons, call, idle, prompt
 from tests.waiting import PATIENCE_S, until
 

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import pytest
 
+from pdplane.api import DecodeRequest, PrefillRequest, Token
 from pdplane.engine.decode import DecodeEngine
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.prefill import PrefillEngine
@@ -17,9 +18,8 @@ from pdplane.errors import RoomFailed
 from pdplane.ids import Endpoint, new_room
 from pdplane.node.decode import DecodeLeg, DecodeNode
 from pdplane.node.prefill import PrefillLeg, PrefillNode
-from pdplane.node.protocols import DecodeRequest, PrefillRequest, Token
 from pdplane.plane.config import DecodeConfig, PrefillConfig
-from pdplane.testing.toy_engine import ToyAssembly, ToyPrefillEngine
+from pdplane.toy.engine import ToyAssembly, ToyPrefillEngine
 from tests.node.conftest import SHORT, Daemons, Decode, Prefill, call, idle, prompt
 from tests.waiting import PATIENCE_S, until
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pdplane.api import PrefillRequest
 from pdplane.errors import LocalProtocolError, RoomFailed
 from pdplane.ids import Room
+from pdplane.kv.arena import Pool
 from pdplane.kv.manifest import blocks_behind, blocks_needed
-from pdplane.kv.pool import Pool
-from pdplane.node.protocols import PrefillRequest
 from pdplane.serving.errors import status_of
-from pdplane.testing.legacy_peer import LegacyDecode, LegacyPrefill, LegacyRendezvous
-from pdplane.testing.legacy_prefill import FAILED, SUCCESS
-from pdplane.testing.toy_engine import ToyPrefillEngine
-from pdplane.testing.toy_model import toy_answer
+from pdplane.testing.legacy_peer import FAILED, SUCCESS, LegacyDecode, LegacyPrefill, LegacyRendezvous
+from pdplane.toy.engine import ToyPrefillEngine
+from pdplane.toy.model import toy_answer
 from tests.node.conftest import Daemons, call, prompt
 from tests.waiting import PATIENCE_S, until
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdplane.api import DecodeRequest, PrefillRequest, Token
 from pdplane.engine.decode import DecodeEngine
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.prefill import PrefillEngine
@@ -11,7 +12,6 @@ from pdplane.engine.reference import single_process
 from pdplane.ids import Room
 from pdplane.node.decode import DecodeNode
 from pdplane.node.prefill import PrefillNode
-from pdplane.node.protocols import DecodeRequest, PrefillRequest, Token
 from pdplane.plane.config import DecodeConfig, PrefillConfig
 from pdplane.testing.legacy_peer import LegacyRendezvous
 from tests.engine.pair import prompt_of

@@ -5,12 +5,12 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from pdplane.api import DecodeRequest, PrefillRequest
 from pdplane.errors import ConfigError, RoomFailed
 from pdplane.ids import Room, new_room
 from pdplane.node.decode import DecodeLeg
 from pdplane.node.prefill import PrefillLeg
-from pdplane.node.protocols import DecodeRequest, PrefillRequest
-from pdplane.testing.toy_model import ToyOptions, toy_answer
+from pdplane.toy.model import ToyOptions, toy_answer
 from tests.node.conftest import Daemons, Decode, Prefill, call, idle, prompt
 from tests.waiting import PATIENCE_S, until
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import attrs
 import pytest
 
+from pdplane.api import DecodeRequest, Finished, FirstToken, PrefillRequest
 from pdplane.errors import LocalProtocolError, PdplaneError, RoomFailed
 from pdplane.ids import Endpoint, Room, new_room
-from pdplane.node.protocols import DecodeRequest, Finished, FirstToken, PrefillRequest
 from pdplane.node.ranks import SharedLeg
-from pdplane.testing.toy_model import ToyOptions, toy_answer
+from pdplane.toy.model import ToyOptions, toy_answer
 from tests.node.conftest import prompt
 from tests.node.rank_nodes import Split, split_decode, split_prefill
 from tests.waiting import PATIENCE_S, until

@@ -16,12 +16,12 @@ import threading
 from pathlib import Path
 from typing import Any, Self
 
+from pdplane.api import DecodeRequest, PrefillRequest
 from pdplane.ids import Endpoint, Room
 from pdplane.node.decode import DecodeNode
 from pdplane.node.prefill import PrefillNode
-from pdplane.node.protocols import DecodeRequest, PrefillRequest
 from pdplane.plane.config import DecodeConfig, PrefillConfig
-from pdplane.testing.toy_engine import ToyDecodeEngine, ToyPrefillEngine
+from pdplane.toy.engine import ToyDecodeEngine, ToyPrefillEngine
 from tests.node.conftest import ALERT, SHORT, prompt
 from tests.waiting import until
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdplane.kv.arena import Arena
+from pdplane.kv.arena import Arena, Pool
 from pdplane.kv.layout import Layout
-from pdplane.kv.pool import Pool
 from pdplane.messages import Fingerprint
 from pdplane.plane.config import DecodeConfig, PrefillConfig
 from pdplane.plane.decode import DecodePlane

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pdplane.ids import Endpoint, GroupId, new_room
-from pdplane.kv.arena import Arena
+from pdplane.kv.arena import Arena, Pool
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, blocks_needed, build_manifest
-from pdplane.kv.pool import Pool
 from pdplane.machine.actions import Delivered
 from pdplane.messages import hash_prompt
 from pdplane.plane.decode import DecodePlane

@@ -16,8 +16,9 @@ from tests.waiting import PATIENCE_S
 _DECODE = """
 from pdplane import Endpoint
 from pdplane.kv.arena import Arena
-from pdplane.kv.manifest import blocks_needed, build_manifest
-from pdplane.kv.pool import Pool
+from pdplane.kv.manifest import blocks_needed
+from pdplane.kv.manifest import build_manifest
+from pdplane.kv.arena import Pool
 from pdplane.plane.config import DecodeConfig
 from pdplane.plane.decode import DecodePlane
 from tests.samples import two_group_layout
@@ -106,8 +107,9 @@ _FORK = """
 import os, sys
 from pdplane.errors import LocalProtocolError
 from pdplane.kv.arena import Arena
-from pdplane.kv.pool import Pool
-from pdplane.plane.config import DecodeConfig, PrefillConfig
+from pdplane.kv.arena import Pool
+from pdplane.plane.config import DecodeConfig
+from pdplane.plane.config import PrefillConfig
 from pdplane.plane.decode import DecodePlane
 from pdplane.plane.prefill import PrefillPlane
 from tests.plane.sides import DecodeSide, PrefillSide, meet

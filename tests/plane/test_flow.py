@@ -11,7 +11,7 @@ import pytest
 from pdplane.errors import LocalProtocolError, RoomFailed, WireError
 from pdplane.ids import Endpoint, new_room
 from pdplane.kv.manifest import Manifest, blocks_needed, build_manifest
-from pdplane.plane import events
+from pdplane.plane import rooms as events
 from pdplane.security import Secret
 from tests.plane.conftest import StartDecode, StartPrefill
 from tests.plane.sides import Meeting, meet, pages

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdplane.kv.arrays import U64
 from pdplane.kv.copies import window_runs
+from pdplane.kv.layout import U64
 from pdplane.kv.manifest import build_manifest
 from tests.plane.conftest import StartDecode, StartPrefill
 from tests.plane.sides import meet

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pdplane.errors import ConfigError
+from pdplane.kv.arena import Pool
 from pdplane.kv.manifest import blocks_needed
-from pdplane.kv.pool import Pool
 from pdplane.plane.config import DecodeConfig, PrefillConfig
 from pdplane.security import Secret
 from pdplane.testing.legacy_peer import LegacyDecode

@@ -10,10 +10,10 @@ import pytest
 
 from pdplane import wire
 from pdplane.errors import LocalProtocolError, RoomFailed
+from pdplane.kv.arena import Pool
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import blocks_needed
-from pdplane.kv.pool import Pool
-from pdplane.testing.legacy_decode import Contact, LegacyDecode
+from pdplane.testing.legacy_peer import Contact, LegacyDecode
 from tests.plane.conftest import StartDecode, StartPrefill
 from tests.plane.sides import Blocks, PrefillSide, meet, pages
 from tests.raw_peers import RawDealer

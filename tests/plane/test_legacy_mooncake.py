@@ -7,13 +7,12 @@ import contextlib
 import numpy as np
 
 from pdplane.ids import Endpoint, SessionId
-from pdplane.kv.arena import Arena
+from pdplane.kv.arena import Arena, Pool
 from pdplane.kv.copies import Copies
 from pdplane.kv.manifest import blocks_needed
-from pdplane.kv.pool import Pool
 from pdplane.testing.legacy_peer import LegacyDecode, LegacyPrefill, LegacyRendezvous
 from pdplane.transport.mooncake import Engine
-from pdplane.transport.options import TransportOptions
+from pdplane.transport.reports import TransportOptions
 from tests.mooncake_engine import needs_engine
 from tests.plane.conftest import StartDecode, StartPrefill
 from tests.plane.sides import meet, pages

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from pdplane.errors import LocalProtocolError, RoomFailed
+from pdplane.kv.arena import Pool
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import blocks_needed
-from pdplane.kv.pool import Pool
 from pdplane.plane.rooms import DecodeRoom
-from pdplane.testing.legacy_peer import LegacyPrefill, LegacyRendezvous, status_frames
-from pdplane.testing.legacy_prefill import FAILED, SUCCESS, TRANSFERRING
+from pdplane.testing.legacy_peer import FAILED, SUCCESS, TRANSFERRING, LegacyPrefill, LegacyRendezvous, status_frames
 from tests.plane.conftest import StartDecode
 from tests.plane.sides import Blocks, DecodeSide, pages
 from tests.samples import two_group_layout

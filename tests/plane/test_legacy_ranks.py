@@ -10,10 +10,9 @@ import numpy.typing as npt
 import pytest
 
 from pdplane.ids import GroupId
-from pdplane.kv.arena import Arena
+from pdplane.kv.arena import Arena, Pool
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import blocks_needed, build_manifest
-from pdplane.kv.pool import Pool
 from pdplane.testing.legacy_peer import LegacyDecode, LegacyPrefill, LegacyRendezvous
 from tests.plane.conftest import StartDecode, StartPrefill
 from tests.samples import two_group_layout

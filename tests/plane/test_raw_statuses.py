@@ -8,8 +8,8 @@ import pytest
 
 from pdplane.errors import RoomFailed
 from pdplane.ids import Generation, Room
+from pdplane.kv.arena import Pool
 from pdplane.kv.manifest import blocks_needed
-from pdplane.kv.pool import Pool
 from pdplane.messages import Failed, StatusCode, UnknownSession, Window
 from pdplane.plane.rooms import DecodeRoom
 from tests.plane.conftest import StartDecode

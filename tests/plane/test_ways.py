@@ -7,13 +7,13 @@ from typing import Any
 import attrs
 import pytest
 
+from pdplane.bench.slow_link import SlowLine, TokenBucket
 from pdplane.errors import RoomFailed
 from pdplane.kv.copies import Copies
-from pdplane.testing.slow_link import SlowLine, TokenBucket
 from pdplane.transport.framing import Header
-from pdplane.transport.options import TransportOptions
 from pdplane.transport.pull import can_pull
 from pdplane.transport.registry import TRANSPORTS, Transport
+from pdplane.transport.reports import TransportOptions
 from pdplane.transport.sender import Line
 from tests.plane.conftest import StartDecode, StartPrefill
 from tests.plane.sides import PATIENCE_S, meet

@@ -9,9 +9,9 @@ from typing import Any
 
 import attrs
 
+from pdplane.api import DecodeRequest, Finished, FirstToken, PrefillRequest, Token
 from pdplane.errors import LocalProtocolError, RoomFailed
-from pdplane.node.protocols import DecodeRequest, Finished, FirstToken, PrefillRequest, Token
-from pdplane.testing.toy_engine import ToyTokenizer
+from pdplane.toy.engine import ToyTokenizer
 
 PATIENCE_S = 20
 

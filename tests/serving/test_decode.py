@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pdplane.api import DecodeRequest, Finished, Token
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import (
     ConfigError,
@@ -20,7 +21,6 @@ from pdplane.errors import (
     TransferError,
 )
 from pdplane.ids import Endpoint, Room
-from pdplane.node.protocols import DecodeRequest, Finished, Token
 from tests.http_client import ask, stream
 from tests.serving.bodies import generate
 from tests.serving.fake_node import FakeNode, Leg, answers, fails

@@ -8,9 +8,9 @@ from http.client import HTTPConnection
 
 import pytest
 
+from pdplane.api import FirstToken, PrefillRequest
 from pdplane.errors import LocalProtocolError, RoomFailed
 from pdplane.ids import Endpoint, Room
-from pdplane.node.protocols import FirstToken, PrefillRequest
 from tests.http_client import TIMEOUT_S, ask, stream
 from tests.serving.bodies import generate
 from tests.serving.fake_node import FakeNode, fails, first

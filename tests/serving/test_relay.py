@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 
-from pdplane.node.protocols import Finished, Token
+from pdplane.api import Finished, Token
 from pdplane.serving.relay import End, Relay
 
 

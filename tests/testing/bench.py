@@ -14,9 +14,8 @@ from typing import Any, Self
 import attrs
 import pytest
 
-from pdplane.testing.interop_events import Events
-from pdplane.testing.interop_options import parse
 from pdplane.testing.interop_peer import ROLES
+from pdplane.testing.interop_run import Events, parse
 
 PATIENCE_S = 60.0
 NATIVE = ("--channel", "native", "--transport", "auto")

@@ -8,8 +8,7 @@ import pytest
 
 from pdplane import wire
 from pdplane.errors import ConfigError
-from pdplane.testing.bench_layouts import LAYOUTS, bench_layout
-from pdplane.testing.bench_pages import bench_page
+from pdplane.testing.bench_layouts import LAYOUTS, bench_layout, bench_page
 
 # Over tp 1, 2, 4 and 8: the contract with 7 and with 63 parents, then every field's page of room 5, slot 3, by rank.
 DIGESTS = {

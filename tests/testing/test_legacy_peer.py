@@ -11,8 +11,8 @@ import pytest
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.rendezvous import rendezvous_app
 from pdplane.errors import RoomFailed
+from pdplane.kv.arena import Pool
 from pdplane.kv.manifest import blocks_needed
-from pdplane.kv.pool import Pool
 from pdplane.testing.legacy_peer import LegacyDecode, LegacyPrefill, LegacyRendezvous, look_up, put_rank
 from tests.control.registrations import CASES
 from tests.http_client import ask

@@ -13,10 +13,9 @@ from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, Copies
 from pdplane.security import Secret
 from pdplane.transport.fence import Fence
-from pdplane.transport.options import TransportOptions
-from pdplane.transport.pushes import Push
 from pdplane.transport.registry import Sender, open_receiver, open_sender
-from pdplane.transport.reports import Pushed, PushFailed, Report
+from pdplane.transport.reports import Pushed, PushFailed, Report, TransportOptions
+from pdplane.transport.sender import Push
 
 T = TypeVar("T")
 PATIENCE_S = 30.0

@@ -7,9 +7,9 @@ import socket
 from collections.abc import Iterator
 
 from pdplane.ids import Life, Rank
-from pdplane.transport.door import address_of
 from pdplane.transport.fence import Writer
 from pdplane.transport.greeting import PREFIX_BYTES, Accepted, GreetingKind, SenderGreeting, decode_body, decode_prefix
+from pdplane.transport.unix_socket import address_of
 from tests.transport.ends import Decode
 
 

@@ -10,8 +10,7 @@ import pytest
 from pdplane.ids import Generation, Room
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
-from pdplane.transport.options import TransportOptions
-from pdplane.transport.reports import Pushed, PushFailed
+from pdplane.transport.reports import Pushed, PushFailed, TransportOptions
 from tests.transport.ends import Decode, Ends, permuted, push
 
 NBYTES = 8 << 20

@@ -11,7 +11,6 @@ from pdplane.ids import Endpoint, Generation, Life, Rank, Room
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
 from pdplane.security import Secret
-from pdplane.transport.options import TransportOptions
 from pdplane.transport.registry import open_receiver, open_sender
 from pdplane.transport.reports import (
     Connected,
@@ -20,6 +19,7 @@ from pdplane.transport.reports import (
     Landed,
     Pushed,
     PushFailed,
+    TransportOptions,
     WriterCut,
 )
 from tests.transport.ends import (

@@ -9,7 +9,6 @@ import pytest
 
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room
 from pdplane.security import Secret
-from pdplane.transport.options import TransportOptions
 from pdplane.transport.reports import (
     Connected,
     ConnectFailed,
@@ -18,6 +17,7 @@ from pdplane.transport.reports import (
     Pushed,
     PushFailed,
     Report,
+    TransportOptions,
     WriterCut,
 )
 from tests.transport.ends import Ends, Reports, push, random_arena, u64, whole

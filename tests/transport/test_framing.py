@@ -32,7 +32,7 @@ from pdplane.transport.framing import (
     segments,
 )
 from pdplane.transport.greeting import GreetingKind, ReceiverGreeting, SenderGreeting
-from pdplane.transport.iovec import merge
+from pdplane.transport.vector import merge
 from tests.transport.ends import u64
 
 U64_NUMBER = st.integers(0, 2**64 - 1)

@@ -16,9 +16,8 @@ from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.transport.framing import segments
 from pdplane.transport.mooncake import BATCH_RUNS, mooncake_options
-from pdplane.transport.options import TransportOptions
 from pdplane.transport.registry import Sender, is_one_sided, let_go, open_sender, require_transport
-from pdplane.transport.reports import Connected, ConnectFailed, Disconnected, Pushed, PushFailed
+from pdplane.transport.reports import Connected, ConnectFailed, Disconnected, Pushed, PushFailed, TransportOptions
 from tests.mooncake_engine import needs_engine
 from tests.transport.ends import (
     PATIENCE_S,

@@ -11,10 +11,9 @@ from pdplane.ids import Endpoint, Rank, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
 from pdplane.transport import mooncake
-from pdplane.transport.dial import Dial
-from pdplane.transport.options import TransportOptions
+from pdplane.transport.line import Dial
 from pdplane.transport.registry import Sender, let_go, open_sender
-from pdplane.transport.reports import Connected, Disconnected, Pushed
+from pdplane.transport.reports import Connected, Disconnected, Pushed, TransportOptions
 from tests.transport.ends import PATIENCE_S, PREFILL_LIFE, Reports, push, random_arena, whole
 from tests.waiting import until
 

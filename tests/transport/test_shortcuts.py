@@ -16,19 +16,22 @@ from hypothesis import strategies as st
 from pdplane.errors import WireError
 from pdplane.ids import Generation, Room
 from pdplane.kv.arena import Arena
-from pdplane.transport.door import open_door
-from pdplane.transport.framing import (
-    HEADER_BYTES,
-    Header,
-    Kind,
-    decode_header,
-    encode_header,
-    encode_segment,
+from pdplane.transport.framing import HEADER_BYTES, Header, Kind, decode_header, encode_header, encode_segment
+from pdplane.transport.greeting import (
+    Accepted,
+    Attach,
+    GreetingKind,
+    boot_id,
+    decode_attach,
+    decode_attached,
+    decode_body,
+    decode_prefix,
+    encode_attached,
+    is_reachable,
 )
-from pdplane.transport.greeting import Accepted, GreetingKind, boot_id, decode_body, decode_prefix
 from pdplane.transport.pull import Nonce, PeerMemory, allow_tracer, can_pull
 from pdplane.transport.reports import Connected, Pushed, WriterCut
-from pdplane.transport.shortcut import Attach, decode_attach, decode_attached, encode_attached, is_reachable
+from pdplane.transport.unix_socket import open_door
 from tests.transport.ends import Decode, Ends, Reports, push, random_arena, u64, whole
 from tests.transport.stranger import Stranger, stranger
 
@@ -65,7 +68,7 @@ def test_any_two_agree_on_the_shortest_way_that_both_know(ours: str, theirs: str
 @pytest.fixture
 def foldered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Systems without abstract names: the sockets are files, in folders made here."""
-    monkeypatch.setattr("pdplane.transport.door.ABSTRACT", False)
+    monkeypatch.setattr("pdplane.transport.unix_socket.ABSTRACT", False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 

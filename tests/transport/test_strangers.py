@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from pdplane.ids import Generation, Rank, Room
 from pdplane.transport.framing import HEADER_BYTES, Header, Kind, decode_header, encode_header, encode_segment
 from pdplane.transport.greeting import GreetingKind, encode
-from pdplane.transport.options import TransportOptions
-from pdplane.transport.reports import Connected, ConnectFailed, Pushed, WriterCut
+from pdplane.transport.reports import Connected, ConnectFailed, Pushed, TransportOptions, WriterCut
 from tests.transport.ends import DECODE_LIFE, Decode, Ends, push, random_arena, u64, whole
 from tests.transport.stranger import stranger
 

@@ -11,10 +11,18 @@ from pdplane.errors import LocalProtocolError
 from pdplane.ids import Generation, Life, Rank, Room
 from pdplane.transport.fence import Writer
 from pdplane.transport.greeting import Bundle, SenderGreeting
-from pdplane.transport.landing import Writers
-from pdplane.transport.options import TransportOptions
-from pdplane.transport.reports import Connected, ConnectFailed, Disconnected, Landed, Pushed, PushFailed, Resumed
-from pdplane.transport.stream_line import StreamLine
+from pdplane.transport.line import StreamLine
+from pdplane.transport.receiver import Writers
+from pdplane.transport.reports import (
+    Connected,
+    ConnectFailed,
+    Disconnected,
+    Landed,
+    Pushed,
+    PushFailed,
+    Resumed,
+    TransportOptions,
+)
 from pdplane.transport.striped import StripedSender
 from tests.transport.ends import PREFILL_LIFE, Ends, Reports, expected, permuted, push, random_arena, whole
 from tests.transport.proxy import Proxy

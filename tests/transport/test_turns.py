@@ -13,8 +13,7 @@ from pdplane.ids import Generation, Life, Room, SessionId
 from pdplane.kv.copies import Copies
 from pdplane.transport.framing import Header, Kind
 from pdplane.transport.greeting import Accepted
-from pdplane.transport.options import TransportOptions
-from pdplane.transport.reports import Connected, Pushed, PushFailed
+from pdplane.transport.reports import Connected, Pushed, PushFailed, TransportOptions
 from pdplane.transport.sender import PushSender
 from tests.transport.ends import PATIENCE_S, Ends, Reports, push, random_arena, whole
 

@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from pdplane.workers.line import Line
+from pdplane.workers.listener import Line
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdplane.errors import IncompatibleCache
-from pdplane.workers.cache_file import CacheFile
-from pdplane.workers.receiver import Buffer, CacheRun, PrefilledCache, TextRun
+from pdplane.workers.cache.file import CacheFile
+from pdplane.workers.cache.model import Buffer, CacheRun, PrefilledCache, TextRun
 
 
 class StubReceiver:

@@ -14,9 +14,8 @@ import pytest
 
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
-from pdplane.workers.cache_worker import CacheWorker, CacheWorkerOptions
-from pdplane.workers.wp30 import FrameLimits
-from pdplane.workers.wp30_client import Wp30Client
+from pdplane.workers.cache.worker import CacheWorker, CacheWorkerOptions
+from pdplane.workers.cache.wp30 import FrameLimits, Wp30Client
 from tests.workers.stub_receiver import FailingReceiver, StubReceiver
 from tests.workers.wp30_cases import SERVER, Case, deep_nesting
 

@@ -9,15 +9,15 @@ import attrs
 import pytest
 
 from pdplane.engine.options import EngineOptions
-from pdplane.engine.prefix import PrefixEngine
 from pdplane.engine.reference import single_process
 from pdplane.ids import Endpoint
 from pdplane.messages import hash_prompt
-from pdplane.workers.cache_file import decode_cache_file, encode_cache_file
-from pdplane.workers.cache_worker import CacheWorker
-from pdplane.workers.codecs import LOSSLESS, is_installed
-from pdplane.workers.receiver import EngineReceiver
-from pdplane.workers.wp30_client import Wp30Client
+from pdplane.workers.cache.codecs import LOSSLESS, is_installed
+from pdplane.workers.cache.file import decode_cache_file, encode_cache_file
+from pdplane.workers.cache.model import EngineReceiver
+from pdplane.workers.cache.prefix import PrefixEngine
+from pdplane.workers.cache.worker import CacheWorker
+from pdplane.workers.cache.wp30 import Wp30Client
 
 STEP = 16
 PREFIX = [(7 * n) % 300 + 2 for n in range(2 * STEP)]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.errors import ConfigError, WireError
-from pdplane.workers import codecs
-from pdplane.workers.codecs import LOSSLESS, decode, encode, from_planes, is_installed, to_planes
+from pdplane.workers.cache import codecs
+from pdplane.workers.cache.codecs import LOSSLESS, decode, encode, from_planes, is_installed, to_planes
 
 INSTALLED = [codec for codec in LOSSLESS if is_installed(codec)]
 COMPRESSED = [codec for codec in INSTALLED if codec != "none"]

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pdplane.engine.switch import ExpertCall
 from pdplane.errors import SessionLost
 from pdplane.ids import Endpoint
-from pdplane.workers.activations import from_half, to_half
-from pdplane.workers.expert_link import ExpertLink, LinkOptions, ModelFacts
-from pdplane.workers.tx1 import FrameLimits, Token
+from pdplane.workers.experts.remote import ExpertLink, LinkOptions, ModelFacts
+from pdplane.workers.experts.requests import from_half, to_half
+from pdplane.workers.experts.switch import ExpertCall
+from pdplane.workers.experts.tx1 import FrameLimits, Token
 from tests.workers.raw_tx1 import TOKEN, RawWorker
 
 FACTS = ModelFacts("toy", 2, 4, "whatever")

@@ -15,9 +15,9 @@ import pytest
 
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
-from pdplane.workers.expert_worker import ExpertWorker, ExpertWorkerOptions
+from pdplane.workers.experts.tx1 import FrameLimits, Token
+from pdplane.workers.experts.worker import ExpertWorker, ExpertWorkerOptions
 from pdplane.workers.listener import parse_networks
-from pdplane.workers.tx1 import FrameLimits, Token
 from tests.waiting import until
 from tests.workers.raw_tx1 import TOKEN, RawCoordinator
 from tests.workers.toy_experts import ToyStore

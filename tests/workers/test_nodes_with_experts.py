@@ -7,19 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from pdplane.api import DecodeRequest, PrefillRequest
 from pdplane.engine.decode import DecodeEngine
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.prefill import PrefillEngine
-from pdplane.engine.prefix import PrefixEngine
 from pdplane.errors import RoomFailed
 from pdplane.ids import Endpoint, new_room
 from pdplane.node.decode import DecodeNode
 from pdplane.node.prefill import PrefillNode
-from pdplane.node.protocols import DecodeRequest, PrefillRequest
 from pdplane.plane.config import DecodeConfig, PrefillConfig
-from pdplane.workers.expert_worker import ExpertWorker
-from pdplane.workers.remote_experts import RemoteExperts
-from pdplane.workers.tx1 import Token
+from pdplane.workers.cache.prefix import PrefixEngine
+from pdplane.workers.experts.remote import RemoteExperts
+from pdplane.workers.experts.tx1 import Token
+from pdplane.workers.experts.worker import ExpertWorker
 from tests.waiting import until
 from tests.workers.raw_tx1 import TOKEN
 from tests.workers.test_remote_experts import PROMPT, QUICK, worker_for

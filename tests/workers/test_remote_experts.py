@@ -14,20 +14,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pdplane.engine.expert_store import FileStore, open_store
 from pdplane.engine.model import Model, load_model
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.reference import single_process
-from pdplane.engine.switch import ExpertCall, RemoteSwitch
 from pdplane.engine.thread import EngineThread
 from pdplane.engine.tiny import build_tiny
 from pdplane.engine.untyped import parameters
 from pdplane.errors import ConfigError, SessionLost
 from pdplane.ids import Endpoint
-from pdplane.workers.expert_link import LinkOptions
-from pdplane.workers.expert_worker import ExpertWorker, ExpertWorkerOptions
-from pdplane.workers.remote_experts import RemoteExperts, RemoteOptions
-from pdplane.workers.tx1 import FrameLimits, Token
+from pdplane.workers.experts.remote import LinkOptions, RemoteExperts, RemoteOptions
+from pdplane.workers.experts.store import FileStore, open_store
+from pdplane.workers.experts.switch import ExpertCall, RemoteSwitch
+from pdplane.workers.experts.tx1 import FrameLimits, Token
+from pdplane.workers.experts.worker import ExpertWorker, ExpertWorkerOptions
 from tests.workers.raw_tx1 import TOKEN
 
 MODELS = ["qwen3_moe", "qwen3_moe-q4", "mixtral", "mixtral-q4"]

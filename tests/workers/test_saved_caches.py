@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models import cache as lm
 
-from pdplane.engine.saved_caches import SavedCache, check_caches, restore_caches, save_caches
 from pdplane.engine.thread import EngineThread
 from pdplane.errors import ConfigError, IncompatibleCache, WireError
-from pdplane.workers.cache_file import CacheFile, CacheManifest, decode_cache_file, encode_cache_file
-from pdplane.workers.lossy import expand, shrink
+from pdplane.workers.cache.codecs import expand, shrink
+from pdplane.workers.cache.file import CacheFile, CacheManifest, decode_cache_file, encode_cache_file
+from pdplane.workers.cache.saved import SavedCache, check_caches, restore_caches, save_caches
 
 Untyped: TypeAlias = Any  # mlx-lm's caches and their states have no types
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.errors import ConfigError, LocalProtocolError, WireError
-from pdplane.workers import tx1
-from pdplane.workers.framer import Framer
-from pdplane.workers.tx1 import FrameLimits, Opener, Sealer, Token
+from pdplane.workers.experts import tx1
+from pdplane.workers.experts.tx1 import FrameLimits, Framer, Opener, Sealer, Token
 from tests.workers.ends import tcp_pair
 
 _VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors" / "tx1.json").read_text())[

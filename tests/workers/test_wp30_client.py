@@ -13,8 +13,7 @@ import pytest
 
 from pdplane.errors import SessionLost, WireError
 from pdplane.ids import Endpoint
-from pdplane.workers.wp30 import FrameLimits
-from pdplane.workers.wp30_client import Wp30Client, expect
+from pdplane.workers.cache.wp30 import FrameLimits, Wp30Client, expect
 
 Answer = Callable[[socket.socket, dict[str, object], bytes], None]
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.errors import LocalProtocolError, WireError
-from pdplane.workers.line import Line
-from pdplane.workers.wp30 import FrameLimits, decode_header, decode_prefix, encode_frame, read_frame
+from pdplane.workers.cache.wp30 import FrameLimits, decode_header, decode_prefix, encode_frame, read_frame
+from pdplane.workers.listener import Line
 from tests.workers.ends import tcp_pair
 from tests.workers.wp30_cases import FRAMES, Case, header_of, payload_of, stream_of
 

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from pdplane.engine.expert_store import ExpertLayer, Part, Tensors
+from pdplane.workers.experts.store import ExpertLayer, Part, Tensors
 
 _PARTS = {f"{name}.weight": Part((8, 8), "float32") for name in ("gate_proj", "up_proj", "down_proj")}
 

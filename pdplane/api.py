@@ -1,0 +1,399 @@
+"""What serving sees of a node, and what a node needs of an engine and its tokenizer.
+
+Nothing here knows MLX, sockets or HTTP. The two daemons of `node` and the plain-Python nodes of the serving tests
+implement the first half; the MLX engine and `pdplane.toy.engine` implement the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol
+
+import attrs
+
+from pdplane.errors import ConfigError
+from pdplane.ids import Endpoint, GroupId, Room
+from pdplane.kv.arena import Arena
+from pdplane.kv.layout import U64, Layout
+
+FinishReason = Literal["stop", "length"]
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one place of an answer and their natural logprobs, the likeliest first."""
+
+MAX_TOP_LOGPROBS = 20
+
+_LARGEST = 3.0e38  # what a float32 holds
+_SAMPLING_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, _LARGEST),
+    "top_p": (0, 1),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0, 1),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 0.5),
+    "repetition_penalty": (0, _LARGEST),
+    "repetition_context_size": (0, 2**31 - 1),
+    "presence_penalty": (-_LARGEST, _LARGEST),
+    "presence_context_size": (0, 2**31 - 1),
+    "frequency_penalty": (-_LARGEST, _LARGEST),
+    "frequency_context_size": (0, 2**31 - 1),
+    "top_logprobs": (0, MAX_TOP_LOGPROBS),
+}
+
+
+@attrs.frozen
+class Sampling:
+    """How the tokens of one answer are chosen; names and meanings are mlx-lm's. The default is greedy.
+
+    A penalty looks at the last `*_context_size` tokens of prompt and answer, 0: at all of them. With a `seed` the
+    tokens are those of one mlx-lm process with that seed; without one they differ each time. Temperature 0 takes the
+    likeliest token after biases and penalties, whatever the seed. Raises ConfigError that names the field.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    """0 and 1: no bound."""
+    top_k: int = 0
+    """0: no bound."""
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    """0 and 1: none."""
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
+    seed: int | None = None
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are told with each token."""
+
+    def __attrs_post_init__(self) -> None:
+        for name, (low, high) in _SAMPLING_BOUNDS.items():
+            if not low <= getattr(self, name) <= high:  # NaN is refused too
+                raise ConfigError(f"{name} must be within {low:g} and {high:g}, not {getattr(self, name)}")
+        for token, bias in self.logit_bias:
+            if not -_LARGEST <= bias <= _LARGEST:
+                raise ConfigError(f"logit_bias of token {token} must be a finite number, not {bias}")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed must be within 0 and 2**64 - 1, not {self.seed}")
+
+
+GREEDY = Sampling()
+
+
+# What serving sees of a node ------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class FirstToken:
+    """The token that prefill computed from the prompt's last position; `logprob` is natural.
+
+    `timings` as in `Finished`: `bootstrap_ms` (to decode's offer), `alloc_ms`, `prefill_ms`, `transfer_ms` (what was
+    left of the push after the compute), `transfer_mb`, `transfer_gb_s` (from the first push on: with layerwise
+    streaming most of that time is the compute's).
+    """
+
+    token: int
+    logprob: float
+    timings: Mapping[str, float] = attrs.Factory(dict)
+    top: TopLogprobs = ()
+    """As many as `Sampling.top_logprobs` asks for."""
+
+
+@attrs.frozen
+class Token:
+    """One token of the answer and its natural logprob; `top` as in `FirstToken`."""
+
+    id: int
+    logprob: float
+    top: TopLogprobs = ()
+
+
+@attrs.frozen
+class Finished:
+    """How a decode leg ended. `timings` are in the unit of their names; serving passes them on as they are.
+
+    `assembly_ms` is decode's own: from the delivered cache to the first step that can run on it.
+
+    Names that serving also turns into metrics: `bootstrap_ms`, `alloc_ms`, `transfer_ms`, `transfer_mb`,
+    `transfer_gb_s`.
+    """
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    timings: Mapping[str, float] = attrs.Factory(dict)
+
+
+@attrs.frozen
+class PrefillRequest:
+    """Prefill's leg of one room."""
+
+    room: Room
+    tokens: tuple[int, ...]
+    sampling: Sampling = GREEDY
+
+
+@attrs.frozen
+class DecodeRequest:
+    """Decode's leg of one room; `prefill` is the address of prefill's rendezvous."""
+
+    room: Room
+    tokens: tuple[int, ...]
+    prefill: Endpoint
+    max_tokens: int
+    ignore_eos: bool = False
+    stop_ids: frozenset[int] = frozenset()
+    sampling: Sampling = GREEDY
+
+
+class PrefillHandle(Protocol):
+    """A running prefill leg."""
+
+    @property
+    def done(self) -> Future[FirstToken]:
+        """Ends when the room has ended here.
+
+        Errors: RoomFailed, PoolExhausted, ConfigError (a bad request), LocalProtocolError (the room is live).
+        """
+
+    def cancel(self, cause: str) -> None:
+        """End the leg; returns at once, harmless after the end, any thread."""
+
+
+class DecodeHandle(Protocol):
+    """A running decode leg."""
+
+    @property
+    def done(self) -> Future[Finished]:
+        """Ends after the last call of `on_token`; errors as for prefill."""
+
+    def cancel(self, cause: str) -> None:
+        """End the leg; returns at once, harmless after the end, any thread."""
+
+
+class Node(Protocol):
+    """What both daemons tell of themselves.
+
+    Keys of `info` that serving relies on, all optional: `model_path`, `tokenizer_path`, `served_model_name`,
+    `context_length`, `vocab_size`, `max_running_requests`, `tp_size`, `dp_size`, `bootstrap_host`,
+    `bootstrap_port`. Whatever else stands there is shown by /server_info.
+    """
+
+    @property
+    def ready(self) -> bool:
+        """Requests can be served: started, registered, not draining, and no thread of ours has died."""
+
+    @property
+    def alive(self) -> bool:
+        """Started, not closed, and no thread of ours has died."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's tokenizer."""
+
+    def info(self) -> dict[str, Any]:
+        """Addresses and sizes, JSON-able."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Every count, JSON-able; nested dictionaries of numbers.
+
+        Asks the node's threads, so it may block for a moment. Raises LocalProtocolError before `start`, InternalError
+        when they do not answer.
+        """
+
+    def start(self) -> None:
+        """Bind, start the threads and come up; raises ConfigError."""
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take no more, wait up to `drain_s` for what runs, end the rest, join every thread; idempotent."""
+
+
+class PrefillNode(Node, Protocol):
+    """The prefill daemon."""
+
+    def prefill(self, request: PrefillRequest) -> PrefillHandle:
+        """Begin a prefill leg; never blocks."""
+
+
+class DecodeNode(Node, Protocol):
+    """The decode daemon."""
+
+    def decode(self, request: DecodeRequest, on_token: Callable[[Token], None]) -> DecodeHandle:
+        """Begin a decode leg; never blocks. `on_token` is called in order from one thread at a time."""
+
+
+# What a node needs of an engine ---------------------------------------------------------------------------------
+
+
+class Detokenizer(Protocol):
+    """Tokens of one sequence to text, piece by piece."""
+
+    def add(self, token: int) -> str:
+        """The text that is final with this token; empty in the middle of a character."""
+
+    def finish(self) -> str:
+        """What was still held back."""
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back; usable from any thread."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids with the model's own special tokens."""
+
+    def apply_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation with the prompt for the next answer; ConfigError without a template."""
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh one for one sequence."""
+
+
+class EngineJob(Protocol):
+    """Work on the engine's thread; `future` ends after its last turn, cancelled jobs with CancelledError."""
+
+    @property
+    def future(self) -> Future[Any]:
+        """The job's result or exception."""
+
+    def cancel(self) -> None:
+        """End at the next turn; any thread, harmless after the end."""
+
+
+class EngineToken(Protocol):
+    """What a prefill job's future gives, and what a decode job reports for each token, the first one included."""
+
+    @property
+    def token(self) -> int:
+        """The token's id."""
+
+    @property
+    def logprob(self) -> float:
+        """Natural, as a float32 holds it."""
+
+
+@attrs.frozen
+class EngineDecodeRequest:
+    """A sequence whose prompt's KV lies in the arena; `blocks` are in slot order for each group."""
+
+    prompt: tuple[int, ...]
+    blocks: Mapping[GroupId, Sequence[int]]
+    first_token: int
+    first_logprob: float
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    keep_rows: bool = False
+    assembly: Any = None
+    """What `DecodeEngine.assemble` gave for this prompt and these blocks."""
+    key: int = 0
+    """The job's name on all ranks of a split model."""
+
+
+class EngineFingerprint(Protocol):
+    """Pairs of name and text, as `pdplane.messages.Fingerprint` takes them."""
+
+    @property
+    def required(self) -> tuple[tuple[str, str], ...]:
+        """What must agree for right tokens."""
+
+    @property
+    def advisory(self) -> tuple[tuple[str, str], ...]:
+        """What must agree for equal bits."""
+
+
+class Engine(Protocol):
+    """What both roles' engines have in common. `layout`, `arena` and the rest are known after `start`."""
+
+    @property
+    def layout(self) -> Layout:
+        """The cache layout of this rank."""
+
+    @property
+    def arena(self) -> Arena:
+        """The one buffer that the layout describes."""
+
+    @property
+    def fingerprint(self) -> EngineFingerprint:
+        """What two engines must share."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """What /server_info says of the model: its paths, `context_length`, `vocab_size`; JSON-able."""
+
+    @property
+    def context_length(self) -> int | None:
+        """The model's longest sequence in tokens, None when it has no such limit."""
+
+    def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
+        """Blocks of each group that a prompt's cache takes."""
+
+    def check_prompt_len(self, prompt_len: int) -> None:
+        """Raise ConfigError for a prompt that is empty, longer than the context, or larger than the whole arena."""
+
+    def check_token(self, token: int) -> None:
+        """Raise ConfigError for a token id outside the vocabulary."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Usable from any thread."""
+
+    def start(self) -> None:
+        """Load the model and make the arena; blocks; raises ConfigError."""
+
+    def close(self) -> None:
+        """End every job and join the engine's thread; idempotent."""
+
+
+class PrefillEngine(Engine, Protocol):
+    """Computes a prompt's KV into blocks of its arena."""
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        blocks: Mapping[GroupId, Sequence[int]],
+        on_step: Callable[[range, range], None],
+        key: int = 0,
+    ) -> EngineJob:
+        """Begin a prompt; raises ConfigError at once for what cannot work.
+
+        `on_step(steps, chunk)`: the pages that these tokens of the prompt complete are in the arena, in the fields of
+        these layout steps (`PrefillRoom.push` takes both). All of it is told before the future gives the first token.
+        `key` names the job on all ranks of a split model.
+        """
+
+
+class EngineAssembly(Protocol):
+    """A sequence's caches in the making; nothing of it is used before its request comes. Any thread may call it."""
+
+    def landed(self, offsets: U64, lengths: U64) -> None:
+        """These runs of the arena are final, unless the room fails. Never blocks."""
+
+    def drop(self) -> None:
+        """The room failed, or the request does without; harmless at any time."""
+
+
+class DecodeEngine(Engine, Protocol):
+    """Continues from a prompt's KV in its arena."""
+
+    def assemble(self, prompt_len: int, blocks: Mapping[GroupId, Sequence[int]]) -> EngineAssembly:
+        """Begin a sequence while its blocks are still being written; raises ConfigError for what cannot work."""
+
+    def decode(
+        self,
+        request: Any,  # noqa: ANN401  (the engine names its own class; the attributes are EngineDecodeRequest's)
+        on_token: Callable[[Any], None],
+        on_assembled: Callable[[], None],
+    ) -> EngineJob:
+        """Begin a sequence; each token is an EngineToken. Raises ConfigError at once for what cannot work.
+
+        `on_assembled` says that the blocks were copied out and may be freed; a job that ends without it needs them
+        no longer either. The future gives the finish reason.
+        """

@@ -1,0 +1,293 @@
+"""The native control channel: one ROUTER on a prefill rank, one DEALER on a decode rank for each prefill rank."""
+
+from __future__ import annotations
+
+import hmac
+from collections import Counter
+from collections.abc import Sequence
+from typing import Never, TypeAlias
+
+import zmq
+from zmq.utils import z85
+
+from pdplane import wire
+from pdplane.control.reactor import Reactor
+from pdplane.errors import ConfigError, WireError
+from pdplane.ids import Endpoint, SessionId, new_life
+from pdplane.machine import events
+from pdplane.machine.actions import DecodeAction, Offer, Send, Tell
+from pdplane.messages import Preallocation, Registration, Status
+from pdplane.security import Secret
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_DOMAIN = b"pdplane"
+
+
+class Curve:
+    """Puts the key pair on sockets."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._private = z85.encode(secret.curve_key())
+        self.public = zmq.curve_public(self._private)
+
+    def serve(self, socket: zmq.Socket[bytes]) -> None:
+        """Accept only clients that prove to own the pair; needs a `Gatekeeper` in the same context."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._private)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+
+    def join(self, socket: zmq.Socket[bytes]) -> None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._private)
+
+
+class Gatekeeper:
+    """Answers ZAP requests: the one key may come in. A source of the reactor that causes no events."""
+
+    def __init__(self, curve: Curve) -> None:
+        self._key = z85.decode(curve.public)
+        self._socket: zmq.Socket[bytes] | None = None
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        assert self._socket is not None, "bind first"
+        return self._socket
+
+    def bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._socket = context.socket(zmq.REP)
+        self._socket.bind(_ZAP_ENDPOINT)
+
+    def receive(self) -> list[Never]:
+        version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart(
+            zmq.NOBLOCK
+        )
+        known = mechanism == b"CURVE" and credentials and hmac.compare_digest(credentials[0], self._key)
+        code, text = (b"200", b"OK") if known else (b"400", b"another key")
+        self.socket.send_multipart([version, request, code, text, b"", b""], zmq.NOBLOCK)
+        return []
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+
+# ---- The native control channel on a prefill rank: one ROUTER that every decode rank connects to
+#
+# Frames are those of the legacy wire, notices stand beside them on the same socket so that order holds.
+# Sockets never block: what cannot be queued is an event or a count. Source of the frames: `pdplane.wire`.
+
+
+MAX_FRAME_BYTES = 4 << 20  # a manifest may have 2 MiB, a layout 256 KiB
+_HIGH_WATER = 4096
+_LINGER_MS = 500  # what is said last at closing gets this long to leave
+
+
+Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+
+
+def open_context() -> Context:
+    """A context of our own, so that a forked child or another library shares nothing with us."""
+    context: Context = zmq.Context()
+    context.setsockopt(zmq.IPV6, 1)
+    context.setsockopt(zmq.LINGER, _LINGER_MS)
+    context.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    context.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+    context.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+    return context
+
+
+def bind_socket(bound: zmq.Socket[bytes], listen: Endpoint, name: str) -> Endpoint:
+    """Bind and give the real address; ConfigError names one that cannot be bound."""
+    try:
+        bound.bind(listen.url("tcp"))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{name}: cannot bind {listen}: {zmq.strerror(error.errno or 0)}") from error
+    last = bound.getsockopt(zmq.LAST_ENDPOINT)
+    port = Endpoint.parse(last.decode("ascii").rstrip("\0").removeprefix("tcp://")).port  # type: ignore[union-attr]
+    return Endpoint(listen.host, port)  # libzmq spells an IPv4 address in IPv6
+
+
+class RouterChannel:
+    """A prefill rank's end: hears every decode rank, answers each by the identity of its connection."""
+
+    def __init__(self, rejected: Counter[str], curve: Curve | None = None) -> None:
+        self._rejected, self._curve = rejected, curve
+        self._socket: zmq.Socket[bytes] | None = None
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        assert self._socket is not None, "bind first"
+        return self._socket
+
+    def bind(self, context: Context, listen: Endpoint) -> Endpoint:
+        """Bind and give the real address; ConfigError names one that cannot be bound."""
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._curve is not None:
+            self._curve.serve(self._socket)
+        return bind_socket(self._socket, listen, "control port")
+
+    def receive(self) -> list[events.PrefillEvent]:
+        identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        if events.is_legacy(identity):  # a name that only we give, to peers without a connection of their own
+            self._rejected["reserved_identity"] += 1
+            return []
+        try:
+            return [self._read(identity, frames)]
+        except WireError as wrong:
+            self._rejected[f"wire_{wrong.kind}"] += 1
+            return []
+
+    def send(self, send: Send) -> list[events.PrefillEvent]:
+        """Queue one message; the event says that the connection is gone or takes no more."""
+        message = send.message
+        frames = wire.encode_status(message) if isinstance(message, Status) else wire.encode_notice(message)
+        try:
+            self.socket.send_multipart([send.identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return [events.Undeliverable(send.identity)]
+        return []
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+    def _read(self, identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
+        if wire.is_notice(frames):
+            return events.NoticeReceived(identity, wire.decode_notice(frames))
+        if wire.is_registration(frames):
+            return read_registration(identity, frames)
+        return read_preallocation(identity, frames)
+
+
+def read_registration(identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
+    """A registration as the machine's event, rejected or not."""
+    try:
+        registration = wire.decode_registration(frames)
+        layout = wire.decode_layout(registration.layout)
+    except WireError as wrong:
+        try:
+            route = wire.decode_route(frames)
+        except WireError:
+            route = None
+        return events.RegistrationRejected(identity, route, wrong.field, str(wrong))
+    return events.RegistrationReceived(identity, registration, layout)
+
+
+def read_preallocation(identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
+    """A pre-allocation as the machine's event; WireError when room or session cannot be read."""
+    offer = wire.decode_preallocation(frames)  # without room and session there is nobody to answer for
+    try:
+        manifest = wire.decode_manifest(offer.manifest) if offer.manifest else None
+    except WireError as wrong:
+        return events.PreallocationRejected(identity, offer.room, offer.session, str(wrong))
+    return events.PreallocationReceived(identity, offer.room, offer.session, manifest)
+
+
+# ---- The native control channel on a decode rank: one DEALER for each prefill rank that it needs
+
+
+class DealerChannel:
+    """A decode rank's end: one connection to one life of one prefill rank."""
+
+    def __init__(
+        self, channel: events.Channel, session: SessionId, rejected: Counter[str], curve: Curve | None = None
+    ) -> None:
+        self._channel, self._session, self._rejected, self._curve = channel, session, rejected, curve
+        self._socket: zmq.Socket[bytes] | None = None
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        assert self._socket is not None, "connect first"
+        return self._socket
+
+    def connect(self, context: Context, endpoint: Endpoint) -> None:
+        """Begin to connect; what is sent meanwhile is queued."""
+        self._socket = context.socket(zmq.DEALER)
+        # Unguessable and never used twice: two owners of one identity would steal each other's messages.
+        self._socket.setsockopt(zmq.IDENTITY, new_life().encode("ascii"))
+        if self._curve is not None:
+            self._curve.join(self._socket)
+        self._socket.connect(endpoint.url("tcp"))
+
+    def receive(self) -> list[events.DecodeEvent]:
+        frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        try:
+            if wire.is_notice(frames):
+                return [events.NoticeFromPrefill(self._channel, wire.decode_notice(frames))]
+            return [events.StatusFromPrefill(self._channel, wire.decode_status(frames))]
+        except WireError as wrong:
+            self._rejected[f"wire_{wrong.kind}"] += 1
+            return []
+
+    def send(self, action: Tell | Offer) -> None:
+        """Queue one message; a full queue drops it with a count (the peer is silent and about to be lost)."""
+        try:
+            self.socket.send_multipart(self._frames(action), zmq.NOBLOCK)
+        except zmq.Again:
+            self._rejected["undeliverable"] += 1
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+    def _frames(self, action: Tell | Offer) -> list[bytes]:
+        if isinstance(action, Offer):
+            manifest = wire.encode_manifest(action.manifest) if action.manifest is not None else b""
+            return wire.encode_preallocation(Preallocation(action.room, self._session, manifest))
+        if isinstance(action.message, Registration):
+            return wire.encode_registration(action.message)
+        return wire.encode_notice(action.message)
+
+
+class Dealers:
+    """Every channel of one decode rank. On the reactor's thread only, but for `open` and `close` around its life."""
+
+    def __init__(self, rejected: Counter[str], curve: Curve | None) -> None:
+        self._rejected, self._curve = rejected, curve
+        self._context: Context | None = None
+        self._reactor: Reactor[events.DecodeEvent, DecodeAction] | None = None
+        self._channels: dict[events.Channel, DealerChannel] = {}
+
+    def open(self, reactor: Reactor[events.DecodeEvent, DecodeAction]) -> None:
+        self._context, self._reactor = open_context(), reactor
+
+    def connect(self, channel: events.Channel, endpoint: Endpoint, session: SessionId) -> list[events.DecodeEvent]:
+        """Begin to connect; the event says that it cannot be tried (a host that is no address, no sockets left)."""
+        assert self._context is not None, "open first"
+        assert self._reactor is not None, "open first"
+        dealer = DealerChannel(channel, session, self._rejected, self._curve)
+        try:
+            dealer.connect(self._context, endpoint)
+        except zmq.ZMQError as error:
+            dealer.close()
+            return [events.ChannelBroken(channel, f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}")]
+        self._channels[channel] = dealer
+        self._reactor.watch(dealer)
+        return []
+
+    def disconnect(self, channel: events.Channel) -> None:
+        dealer = self._channels.pop(channel, None)
+        if dealer is not None and self._reactor is not None:
+            self._reactor.unwatch(dealer)
+            dealer.close()
+
+    def send(self, action: Tell | Offer) -> list[events.DecodeEvent]:
+        """Queue one message; gives no event: a peer that takes nothing falls silent, and that is noticed."""
+        dealer = self._channels.get(action.channel)
+        if dealer is not None:
+            dealer.send(action)
+        else:  # it could not be connected, and the machine has not been told yet
+            self._rejected["undeliverable"] += 1
+        return []
+
+    def close(self) -> None:
+        for dealer in self._channels.values():
+            dealer.close()
+        self._channels.clear()
+        if self._context is not None:
+            self._context.term()
+            self._context = None

@@ -1,0 +1,365 @@
+"""Decode ranks as a prefill rank knows them: connections, who owns a session, who is still alive.
+
+Who owns a session is whoever answers at its address: a native peer is bound only after the data
+connection to the session's address was greeted by the life that the peer's `hello` named.
+A peer without `hello` (a raw or legacy one) is bound at once, but never over another owner. On the legacy channel
+anybody can name any session: a registration that contradicts the one in force ends both, as legacy_peer.md
+section 3 has it, until a good one comes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypeAlias
+
+import attrs
+
+from pdplane.errors import LayoutMismatch, ProtocolError
+from pdplane.ids import Life, Room, SessionId
+from pdplane.kv.layout import Layout, compare_layouts
+from pdplane.kv.routes import RankRoute, plan_route
+from pdplane.machine.actions import CloseData, OpenData, PrefillAction, Send, Turn
+from pdplane.machine.events import DataConnected, DataLost, RegistrationReceived, RegistrationRejected, is_legacy
+from pdplane.machine.settings import PrefillSettings
+from pdplane.machine.timers import Timers
+from pdplane.messages import Fingerprint, Hello, Notice, Ping, Refused, Registered, Registration, Window
+
+PrefillTurn: TypeAlias = Turn[PrefillAction]
+
+_ABSENT = "absent"
+
+
+def compare_fingerprints(ours: Fingerprint, theirs: Fingerprint, *, exact: bool) -> None:
+    """Raise LayoutMismatch for the first name that must agree and does not; under `exact` advisory ones must too."""
+    pairs = [(ours.required, theirs.required)]
+    if exact:
+        pairs.append((ours.advisory, theirs.advisory))
+    for mine, yours in pairs:
+        here, there = dict(mine), dict(yours)
+        for name in [*here, *(name for name in there if name not in here)]:
+            if here.get(name) != there.get(name):
+                raise LayoutMismatch(name, here.get(name, _ABSENT), there.get(name, _ABSENT))
+
+
+@attrs.define
+class Peer:
+    """One connection. `native` once it sent any notice: only such peers are sent notices."""
+
+    identity: bytes
+    heard: float
+    native: bool = False
+    hello: Hello | None = None
+    session: SessionId | None = None
+    window: Window | None = None  # names the next pre-allocation
+
+    @property
+    def life(self) -> Life:
+        """The life that `hello` named, or an empty one."""
+        return self.hello.life if self.hello else Life("")
+
+
+@attrs.define
+class Session:
+    """One decode rank's registered life. `life` is empty for a peer without `hello`."""
+
+    registration: Registration
+    identity: bytes
+    life: Life
+    layout: Layout
+    route: RankRoute
+
+    @property
+    def id(self) -> SessionId:
+        return self.registration.session
+
+    def repeats(self, event: RegistrationReceived) -> bool:
+        """Whether the same is registered again, however its layout is spelt."""
+        again = attrs.evolve(event.registration, layout=self.registration.layout)
+        return again == self.registration and event.layout == self.layout
+
+
+class Sessions:
+    """Every connection and session of one prefill rank."""
+
+    def __init__(
+        self, settings: PrefillSettings, layout: Layout, life: Life, fingerprint: Fingerprint, rejected: Counter[str]
+    ) -> None:
+        self._settings, self._layout, self._life, self._fingerprint = settings, layout, life, fingerprint
+        self._rejected = rejected
+        self._peers: dict[bytes, Peer] = {}
+        self._bound: dict[SessionId, Session] = {}
+        self._checking: dict[tuple[SessionId, Life], Session] = {}
+        self._contending: dict[bytes, Session] = {}  # by the identity of the connection that has the session
+        self._timers: Timers[bytes] = Timers()
+        self._evicted: list[Session] = []
+
+    # ---- questions
+
+    def owner(self, identity: bytes, session: SessionId) -> Session | None:
+        """The session, if this connection is the one bound to it."""
+        found = self._bound.get(session)
+        return found if found is not None and found.identity == identity else None
+
+    def knows(self, identity: bytes) -> bool:
+        return identity in self._peers
+
+    def is_native(self, identity: bytes) -> bool:
+        peer = self._peers.get(identity)
+        return peer is not None and peer.native
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "peers": len(self._peers),
+            "sessions": len(self._bound),
+            "checking": len(self._checking) + len(self._contending),
+        }
+
+    def earliest(self) -> float | None:
+        return self._timers.earliest()
+
+    # ---- what peers say
+
+    def hear(self, turn: PrefillTurn, identity: bytes, *, native: bool = False) -> Peer | None:
+        """The connection that spoke; None when there are too many to remember another."""
+        peer = self._peers.get(identity)
+        if peer is None:
+            if len(self._peers) >= self._settings.max_peers and not self._evict(turn):
+                self._rejected["too_many_peers"] += 1
+                return None
+            peer = self._peers[identity] = Peer(identity, turn.now)
+        peer.native = peer.native or native
+        peer.heard = turn.now
+        if contender := self._contending.pop(identity, None):
+            self._refuse_as_taken(turn, contender)
+        if identity not in self._timers and not is_legacy(identity):  # those register once and say nothing more
+            self._timers.set(identity, turn.now + self._patience(peer))
+        return peer
+
+    def hello(self, turn: PrefillTurn, peer: Peer, hello: Hello) -> None:
+        peer.hello = hello
+        self._timers.set(peer.identity, turn.now + self._patience(peer))  # from now on it pings
+
+    def announced(self, identity: bytes, room: Room) -> Window | None:
+        """The window notice before this pre-allocation; each is good for the next one and no other."""
+        peer = self._peers.get(identity)
+        if peer is None:
+            return None
+        window, peer.window = peer.window, None
+        return window if window is not None and window.room == room else None
+
+    def ping(self, turn: PrefillTurn, peer: Peer) -> None:
+        # A peer whose session we lost gets no answer: its silence rule makes it start over.
+        if peer.session is not None:
+            turn.add(Send(peer.identity, Ping(self._life)))
+
+    def tell_all(self, turn: PrefillTurn, notice: Notice) -> None:
+        for peer in self._peers.values():
+            if peer.native:
+                turn.add(Send(peer.identity, notice))
+
+    def register(self, turn: PrefillTurn, event: RegistrationReceived) -> list[Session]:
+        """Start or finish a registration; gives the sessions that it replaced."""
+        peer = self.hear(turn, event.identity)
+        known = self.owner(event.identity, event.registration.session)
+        if peer is None:
+            return []
+        if known is not None and known.repeats(event) and known.life == peer.life:
+            self._welcome(turn, known)
+            return []
+        gone = self._contradicted(turn, event.identity, event.registration.session)
+        if gone:
+            self._refuse(turn, peer, gone[0].id, "registration", "the one in force", "another one")
+        session = None if gone else self._candidate(turn, peer, event)
+        if session is None:
+            return gone
+        if holder := self._holder(session):
+            self._contest(turn, session, holder)
+            return []
+        if session.life:
+            self._check(turn, peer, session)
+            return []
+        replaced = self._bind(turn, session)
+        if not session.route.dummy:  # nobody can say whose life answers, but the first room need not wait for that
+            turn.add(OpenData(session.id, session.life, session.registration.arena_base))
+        return replaced
+
+    def _holder(self, session: Session) -> Session | None:
+        """The other connection that has the session. Only a new life, if it answers there, takes it over at once."""
+        holders = self._checking.get((session.id, session.life)), self._bound.get(session.id)
+        others = [holder for holder in holders if holder is not None and holder.identity != session.identity]
+        return next((holder for holder in others if session.life in ("", holder.life)), None)
+
+    def _contest(self, turn: PrefillTurn, session: Session, holder: Session) -> None:
+        """A life that connected again may have left its old connection behind: that one keeps the session if it speaks.
+
+        Whether it is still there is seen by sending it a word; when it is lost the contender has its turn.
+        """
+        if not session.life:
+            self._refuse_as_taken(turn, session)
+            return
+        self._contending[holder.identity] = session
+        turn.add(Send(holder.identity, Ping(self._life)))
+
+    def _refuse_as_taken(self, turn: PrefillTurn, session: Session) -> None:
+        peer = self._peers[session.identity]
+        self._refuse(turn, peer, session.id, "session", "owned by another peer", session.id)
+
+    def _check(self, turn: PrefillTurn, peer: Peer, session: Session) -> None:
+        """Ask who answers at the session's address; a connection has one such question at a time."""
+        key = (session.id, session.life)
+        self._drop_checks(turn, session.identity, but=key)
+        peer.session = session.id
+        asked, self._checking[key] = key in self._checking, session
+        if not asked:
+            turn.add(OpenData(*key, session.registration.arena_base))
+
+    def _drop_checks(self, turn: PrefillTurn, identity: bytes, but: tuple[SessionId, Life] | None = None) -> None:
+        for key in [key for key, session in self._checking.items() if session.identity == identity and key != but]:
+            del self._checking[key]
+            if (bound := self._bound.get(key[0])) is None or bound.life != key[1]:
+                turn.add(CloseData(*key))
+
+    def reject(self, turn: PrefillTurn, event: RegistrationRejected) -> list[Session]:
+        """Refuse what cannot be read; gives the session that a legacy peer lost by it."""
+        peer = self.hear(turn, event.identity)
+        self._rejected["registration"] += 1
+        if peer is None or event.route is None:
+            return []
+        self._tell_refused(turn, peer, Refused(event.route.session, event.field, "valid", event.reason))
+        return self._contradicted(turn, event.identity, event.route.session)
+
+    def _contradicted(self, turn: PrefillTurn, identity: bytes, session_id: SessionId) -> list[Session]:
+        """End a legacy peer's session that another registration of the legacy channel names."""
+        bound = self._bound.get(session_id)
+        if bound is None or not is_legacy(identity) or not is_legacy(bound.identity):
+            return []
+        del self._bound[session_id]
+        self._peers[bound.identity].session = None
+        turn.add(CloseData(bound.id, bound.life))
+        return [bound]
+
+    def connected(self, turn: PrefillTurn, event: DataConnected) -> list[Session]:
+        """Whoever answers at the address owns the session; gives the sessions that it replaced."""
+        session = self._checking.pop((event.session, event.life), None)
+        if session is None:
+            return self._reconnected(turn, event)
+        peer = self._peers.get(session.identity)
+        if event.decode_life == session.life and peer is not None:
+            return self._bind(turn, session)
+        turn.add(CloseData(event.session, event.life))
+        if peer is not None:
+            self._refuse(turn, peer, session.id, "life", event.decode_life, session.life)
+        return []
+
+    def _reconnected(self, turn: PrefillTurn, event: DataConnected) -> list[Session]:
+        """A push opened the connection again: if another life answers now, the bound one is gone."""
+        bound = self._bound.get(event.session)
+        if bound is None or not bound.life or bound.life != event.life or event.decode_life == event.life:
+            return []  # nobody can say which life a peer without `hello` has
+        return self.lose(turn, bound.identity)
+
+    def data_lost(self, turn: PrefillTurn, event: DataLost) -> None:
+        session = self._checking.pop((event.session, event.life), None)
+        peer = self._peers.get(session.identity) if session is not None else None
+        if session is not None and peer is not None:
+            self._refuse(turn, peer, session.id, "data address", "reachable", event.cause)
+
+    # ---- ends
+
+    def lose(self, turn: PrefillTurn, identity: bytes) -> list[Session]:
+        """Forget a connection and what it owns; gives the sessions that went with it."""
+        self._timers.drop(identity)
+        if self._peers.pop(identity, None) is None:
+            return []
+        self._drop_checks(turn, identity)
+        gone = [session for session in self._bound.values() if session.identity == identity]
+        for session in gone:
+            del self._bound[session.id]
+            turn.add(CloseData(session.id, session.life))
+        self._give_way(turn, identity)
+        return gone
+
+    def _give_way(self, turn: PrefillTurn, identity: bytes) -> None:
+        """A connection is gone: whoever contended for its session has its turn, and it contends for none itself."""
+        for holder in [holder for holder, session in self._contending.items() if session.identity == identity]:
+            del self._contending[holder]
+        if contender := self._contending.pop(identity, None):
+            self._check(turn, self._peers[contender.identity], contender)
+
+    def silent(self, turn: PrefillTurn) -> list[Session]:
+        """Lose every connection that said nothing for too long; gives those that had to make place, too."""
+        gone, self._evicted = self._evicted, []
+        for identity in list(self._timers.due(turn.now)):
+            peer = self._peers[identity]
+            until = peer.heard + self._patience(peer)
+            if until > turn.now:
+                self._timers.set(identity, until)
+            else:
+                gone += self.lose(turn, identity)
+        return gone
+
+    def _evict(self, turn: PrefillTurn) -> bool:
+        """Make place by forgetting the peer that was silent for longest: one without a session, else a legacy one."""
+        peers = self._peers.values()
+        idle = [peer for peer in peers if peer.session is None] or [peer for peer in peers if is_legacy(peer.identity)]
+        if idle:
+            self._evicted += self.lose(turn, min(idle, key=lambda peer: peer.heard).identity)
+        return bool(idle)
+
+    def _patience(self, peer: Peer) -> float:
+        settings = self._settings
+        return settings.ping_interval_s * settings.ping_misses if peer.hello else settings.idle_peer_s
+
+    # ---- one registration
+
+    def _candidate(self, turn: PrefillTurn, peer: Peer, event: RegistrationReceived) -> Session | None:
+        registration, hello = event.registration, peer.hello
+        try:
+            route = self._accept(registration, event.layout, hello)
+        except LayoutMismatch as wrong:
+            self._refuse(turn, peer, registration.session, wrong.field, wrong.ours, wrong.theirs)
+            return None
+        except ProtocolError as wrong:
+            ours = f"rank {self._settings.prefill_rank} of {self._settings.tp_size}"
+            self._refuse(turn, peer, registration.session, "tp rank", ours, str(wrong))
+            return None
+        return Session(registration, event.identity, peer.life, event.layout, route)
+
+    def _accept(self, registration: Registration, layout: Layout, hello: Hello | None) -> RankRoute:
+        if hello is not None:
+            compare_fingerprints(self._fingerprint, hello.fingerprint, exact=self._settings.exact)
+        compare_layouts(self._layout, layout)
+        return plan_route(
+            self._layout,
+            layout,
+            prefill_tp=self._settings.tp_size,
+            prefill_rank=self._settings.prefill_rank,
+            decode_tp=registration.tp_size,
+            decode_rank=registration.tp_rank,
+        )
+
+    def _refuse(self, turn: PrefillTurn, peer: Peer, session: SessionId, field: str, ours: str, theirs: str) -> None:
+        self._rejected["registration"] += 1
+        if self.owner(peer.identity, peer.session or session) is None:
+            peer.session = None
+        self._tell_refused(turn, peer, Refused(session, field, ours, theirs))
+
+    def _tell_refused(self, turn: PrefillTurn, peer: Peer, refused: Refused) -> None:
+        if peer.native or is_legacy(peer.identity):  # what a legacy peer cannot be told, its channel logs
+            turn.add(Send(peer.identity, refused))
+
+    def _bind(self, turn: PrefillTurn, session: Session) -> list[Session]:
+        peer = self._peers[session.identity]
+        replaced = [old for old in self._bound.values() if old.id == session.id or old.identity == session.identity]
+        for old in replaced:
+            del self._bound[old.id]
+            if (old.id, old.life) != (session.id, session.life):
+                turn.add(CloseData(old.id, old.life))
+        peer.session = session.id
+        self._bound[session.id] = session
+        self._welcome(turn, session)
+        return replaced
+
+    def _welcome(self, turn: PrefillTurn, session: Session) -> None:
+        if self.is_native(session.identity):
+            turn.add(Send(session.identity, Registered(session.id, self._life)))

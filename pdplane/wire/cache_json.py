@@ -1,0 +1,155 @@
+"""The layout and the manifest as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from pdplane.errors import LocalProtocolError, WireError
+from pdplane.ids import FieldId, GroupId
+from pdplane.kv.layout import HISTORY, Field, Group, GroupSpec, Layout, Partition, Plane, validate_layout
+from pdplane.kv.manifest import Manifest, ManifestGroup
+from pdplane.wire.fields import Value, parse, write
+from pdplane.wire.frames import MAX_LAYOUT, MAX_MANIFEST
+
+_PLAN_NUMBERS = ("prefix_granularity", "lcm_block_bytes", "num_lcm_blocks")
+
+
+def encode_layout(layout: Layout) -> bytes:
+    """Canonical bytes; LocalProtocolError if the layout is invalid or too large for a registration."""
+    try:
+        validate_layout(layout)
+    except WireError as error:
+        raise LocalProtocolError(str(error)) from error
+    plan: dict[str, object] = {name: getattr(layout, name) for name in _PLAN_NUMBERS}
+    for name in ("groups", "planes", "fields"):
+        plan[name] = [attrs.asdict(entry) for entry in getattr(layout, name)]
+    schema = [{"field_id": field_id, "partition": attrs.asdict(partition)} for field_id, partition in layout.partitions]
+    data = write(
+        {
+            "plan": plan,
+            "group_specs": [attrs.asdict(spec) for spec in layout.group_specs],
+            "transfer_schema": {"fields": schema},
+        }
+    )
+    if len(data) > MAX_LAYOUT:
+        raise LocalProtocolError(f"the layout's JSON has {len(data)} bytes, more than {MAX_LAYOUT}")
+    return data
+
+
+def decode_layout(data: bytes) -> Layout:
+    """Parse and validate; WireError names the value at fault."""
+    layout = parse_layout(data)
+    validate_layout(layout)
+    return layout
+
+
+def parse_layout(data: bytes) -> Layout:
+    """Parse only: the form is right, the geometry may still be nonsense. Raises WireError."""
+    root = parse(data, "layout", MAX_LAYOUT)
+    plan = root.member("plan")
+    return Layout(
+        **{name: plan.member(name).whole(1) for name in _PLAN_NUMBERS},
+        groups=tuple(_group(entry) for entry in plan.member("groups").items()),
+        planes=tuple(_plane(entry) for entry in plan.member("planes").items()),
+        fields=tuple(_field(entry) for entry in plan.member("fields").items()),
+        group_specs=tuple(_spec(entry) for entry in root.member("group_specs").items()),
+        partitions=tuple(_partition(entry) for entry in root.member("transfer_schema").member("fields").items()),
+    )
+
+
+def _keys(kind: type[Any]) -> frozenset[str]:
+    return frozenset(attribute.name for attribute in attrs.fields(kind))
+
+
+_GROUP_KEYS, _PLANE_KEYS, _FIELD_KEYS, _SPEC_KEYS = map(_keys, (Group, Plane, Field, GroupSpec))
+
+
+def _group(entry: Value) -> Group:
+    entry.only(_GROUP_KEYS)
+    return Group(
+        GroupId(entry.member("group_id").text()),
+        entry.member("cache_blocks_per_lcm_block").whole(1),
+        entry.member("page_count").whole(1),
+    )
+
+
+def _plane(entry: Value) -> Plane:
+    entry.only(_PLANE_KEYS)
+    return Plane(
+        entry.member("plane_id").text(),
+        entry.member("bytes_per_lcm_block").whole(1),
+        entry.member("arena_offset_bytes").whole(),
+    )
+
+
+def _field(entry: Value) -> Field:
+    entry.only(_FIELD_KEYS)
+    return Field(
+        GroupId(entry.member("group_id").text()),
+        FieldId(entry.member("field_id").text()),
+        entry.member("plane_id").text(),
+        entry.member("shape").wholes(1),
+        entry.member("dtype").text(),
+        entry.member("field_offset_bytes").whole(),
+        entry.member("page_stride_bytes").whole(1),
+    )
+
+
+def _spec(entry: Value) -> GroupSpec:
+    entry.only(_SPEC_KEYS)
+    family, policy = entry.optional("family"), entry.optional("transfer_policy")
+    return GroupSpec(
+        GroupId(entry.member("group_id").text()),
+        entry.member("retention").text(),
+        rows_per_page=_optional_whole(entry, "rows_per_page"),
+        entry_stride_tokens=_optional_whole(entry, "entry_stride_tokens"),
+        sliding_window_tokens=_optional_whole(entry, "sliding_window_tokens"),
+        family=family.text() if family else HISTORY,
+        transfer_policy=policy.text() if policy else None,
+        checkpoint_granularity=_optional_whole(entry, "checkpoint_granularity"),
+    )
+
+
+def _optional_whole(entry: Value, key: str) -> int | None:
+    value = entry.optional(key)
+    return None if value is None else value.whole(1)
+
+
+def _partition(entry: Value) -> tuple[FieldId, Partition]:
+    partition = entry.member("partition")
+    return FieldId(entry.member("field_id").text()), Partition(
+        partition.member("axis").whole(),
+        partition.member("global_extent").whole(1),
+        partition.member("global_parts").wholes(1),
+    )
+
+
+# ---- The manifest as JSON (frame 2 of a pre-allocation), at most 2 MiB
+#
+#     {"groups": [{"group_id": text, "block_ids": [whole, ...]}, ...], "prefix_len": whole, "prompt_len": whole}
+#
+# Extra keys are ignored. Only the form is checked here; pdplane.kv.manifest checks it against a layout.
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Canonical bytes; LocalProtocolError beyond 2 MiB."""
+    data = write(attrs.asdict(manifest))
+    if len(data) > MAX_MANIFEST:
+        raise LocalProtocolError(f"the manifest's JSON has {len(data)} bytes, more than {MAX_MANIFEST}")
+    return data
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Parse; WireError names the value at fault."""
+    root = parse(data, "manifest", MAX_MANIFEST)
+    return Manifest(
+        tuple(_manifest_group(entry) for entry in root.member("groups").items()),
+        root.member("prefix_len").whole(),
+        root.member("prompt_len").whole(),
+    )
+
+
+def _manifest_group(entry: Value) -> ManifestGroup:
+    return ManifestGroup(GroupId(entry.member("group_id").text()), entry.member("block_ids").wholes())

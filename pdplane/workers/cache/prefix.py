@@ -1,0 +1,237 @@
+"""Whole prompts, saved prefixes and their continuations, each as one job on the MLX thread."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import attrs
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from pdplane.engine.fingerprint import fingerprint
+from pdplane.engine.forward import Forward
+from pdplane.engine.model import Model, Prepare, load_model
+from pdplane.engine.options import EngineOptions, Progress, no_progress
+from pdplane.engine.text import Tokenizer
+from pdplane.engine.thread import EngineThread, Job, Turns
+from pdplane.errors import ConfigError, InternalError
+from pdplane.workers.cache.saved import SavedCache, check_caches, restore_caches, save_caches
+
+_COMMIT = re.compile(r"[0-9a-f]{40}\Z")
+_PROBE = 4  # tokens of the prompt that shows what the model's caches look like
+
+
+@attrs.frozen
+class Identity:
+    """What a saved cache and the model that continues from it must share."""
+
+    model_revision: str
+    config_hash: str
+    weight_hash: str
+    dtype: str
+    mlx: str
+    mlx_lm: str
+
+
+@attrs.frozen(eq=False)
+class SavedPrefix:
+    """The caches after a prompt's last token, and the time that it took."""
+
+    caches: tuple[SavedCache, ...]
+    prefill_ms: float
+
+
+@attrs.frozen
+class Continuation:
+    """Greedy tokens after a prompt; times in ms, `ttft_ms` from the job's first turn to the first token.
+
+    `load_ms` is the time to put saved caches in place, 0 without them. `peak_bytes` is MLX's peak memory meanwhile.
+    """
+
+    tokens: tuple[int, ...]
+    load_ms: float
+    prefill_ms: float
+    ttft_ms: float
+    decode_ms: float
+    peak_bytes: int
+
+
+class PrefixEngine:
+    """A loaded model on its own MLX thread; `start` loads, `close` joins. Every method may be called by any thread.
+
+    Jobs take turns, one chunk or token each. Saving runs all tokens of the prefix in whole chunks, so that a prefix
+    whose length is a multiple of `prefill_step_size` continues with the bits of one mlx-lm run over prefix and query;
+    at other lengths the chunks differ, and with them, on some BLAS libraries, the last bits.
+    """
+
+    def __init__(self, options: EngineOptions, prepare: Prepare | None = None) -> None:
+        self.options = options
+        self._prepare = prepare
+        self.thread = EngineThread()
+        self._model: Model | None = None
+        self._identity: Identity | None = None
+        self._sample: tuple[SavedCache, ...] = ()
+
+    def start(self, progress: Progress = no_progress) -> None:
+        """Load the model and look at its caches. Raises ConfigError, and then the engine is closed."""
+        self.thread.start()
+        try:
+            self.thread.call(lambda: self._open(progress))
+        finally:
+            if self._model is None:
+                self.close()
+
+    def close(self) -> None:
+        """End all jobs at their next turn and join the MLX thread; idempotent."""
+        self.thread.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def model(self) -> Model:
+        if self._model is None:
+            raise InternalError("the engine was not started")
+        return self._model
+
+    @property
+    def identity(self) -> Identity:
+        if self._identity is None:
+            raise InternalError("the engine was not started")
+        return self._identity
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.model.tokenizer
+
+    def run(
+        self, tokens: Sequence[int], max_tokens: int, on_token: Callable[[int], None] = lambda _token: None
+    ) -> Job[Continuation]:
+        """Generate after a whole prompt; `on_token` is called on the MLX thread for each token.
+
+        Raises ConfigError at once for tokens that cannot work.
+        """
+        prompt = self._checked(tokens, 0, max_tokens)
+        return self.thread.submit(lambda: self._generate(prompt, max_tokens, None, on_token))
+
+    def save(self, tokens: Sequence[int]) -> Job[SavedPrefix]:
+        """Run a prefix and save its caches. Raises ConfigError at once for tokens that cannot work."""
+        prefix = self._checked(tokens, 0, 1)
+        return self.thread.submit(lambda: self._save(prefix))
+
+    def prefill(self, tokens: Sequence[int]) -> Job[float]:
+        """Run a prefix and forget it; gives the ms that it took."""
+        prefix = self._checked(tokens, 0, 1)
+        return self.thread.submit(lambda: self._time(prefix))
+
+    def resume(
+        self, saved: Sequence[SavedCache], token_count: int, query: Sequence[int], max_tokens: int
+    ) -> Job[Continuation]:
+        """Generate after a saved prefix of `token_count` tokens and a query.
+
+        Raises ConfigError at once for tokens that cannot work and IncompatibleCache for caches of another form.
+        """
+        prompt = self._checked(query, token_count, max_tokens)
+        check_caches(saved, self._sample, token_count)
+        return self.thread.submit(lambda: self._generate(prompt, max_tokens, tuple(saved)))
+
+    def _open(self, progress: Progress) -> None:
+        model = load_model(self.options.model, seed=self.options.seed, progress=progress, prepare=self._prepare)
+        facts = dict(fingerprint(model, self.options).required)
+        forward = Forward(model, self.options)
+        for _ in forward.prefill_chunks([0] * _PROBE + [0]):
+            pass
+        self._sample = save_caches(forward.caches)
+        self._identity = Identity(
+            _revision(model, facts["weights"]), facts["config"], facts["weights"], facts["dtype"], facts["mlx"],
+            facts["mlx_lm"],
+        )  # fmt: skip
+        self._model = model
+
+    def _checked(self, tokens: Sequence[int], before: int, max_tokens: int) -> tuple[int, ...]:
+        context, size = self.model.context_length, self.model.vocab_size
+        if not tokens:
+            raise ConfigError("there is no token to run")
+        if not 0 <= min(tokens) <= max(tokens) < size:
+            raise ConfigError(f"a token id is outside the vocabulary 0..{size - 1}")
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, not {max_tokens}")
+        if context is not None and before + len(tokens) > context:
+            raise ConfigError(f"{before + len(tokens)} tokens do not fit in the model's context of {context}")
+        return tuple(tokens)
+
+    def _save(self, prefix: tuple[int, ...]) -> Turns[SavedPrefix]:
+        forward, clock = Forward(self.model, self.options), _Clock()
+        # The token behind the last one is never run: `prefill_chunks` leaves the last of its list to `step`.
+        for _ in forward.prefill_chunks((*prefix, 0)):
+            yield
+        prefill_ms = clock.lap()
+        return SavedPrefix(save_caches(forward.caches), prefill_ms)
+
+    def _time(self, prefix: tuple[int, ...]) -> Turns[float]:
+        forward, clock = Forward(self.model, self.options), _Clock()
+        for _ in forward.prefill_chunks((*prefix, 0)):
+            yield
+        return clock.lap()
+
+    def _generate(
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        saved: tuple[SavedCache, ...] | None,
+        on_token: Callable[[int], None] = lambda _token: None,
+    ) -> Turns[Continuation]:
+        mx.reset_peak_memory()
+        clock = _Clock()
+        forward = Forward(self.model, self.options)
+        if saved is not None:
+            forward.caches = restore_caches(saved, make_prompt_cache(self.model.network))
+            forward.settle()
+        load_ms = clock.lap()
+        for _ in forward.prefill_chunks(prompt):
+            yield
+        prefill_ms = clock.lap()
+        tokens: list[int] = []
+        row = forward.step(mx.array(prompt[-1]))
+        first_ms = 0.0
+        while True:
+            # Queued before this token is read, as mlx-lm does: the device never waits for us.
+            ahead = forward.step(row.token) if len(tokens) + 1 < max_tokens else None
+            tokens.append(row.wait()[0])
+            first_ms = first_ms or clock.lap()
+            on_token(tokens[-1])
+            if ahead is None or tokens[-1] in self.tokenizer.eos_ids:
+                break
+            row = ahead
+            yield
+        ttft_ms = load_ms + prefill_ms + first_ms
+        peak = int(mx.get_peak_memory())
+        return Continuation(tuple(tokens), load_ms, prefill_ms, ttft_ms, clock.lap(), peak)
+
+
+class _Clock:
+    """Milliseconds since the last question."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._last = now()
+
+    def lap(self) -> float:
+        before, self._last = self._last, self._now()
+        return (self._last - before) * 1000
+
+
+def _revision(model: Model, weights: str) -> str:
+    """The hub's commit where the folder's name tells it, else a name made of the weights' own hash."""
+    name = model.path.name if model.path is not None else ""
+    return name if _COMMIT.match(name) else f"weights-{weights[:12]}"

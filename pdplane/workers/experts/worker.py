@@ -1,0 +1,312 @@
+"""The TX1 expert worker: holds some experts of a MoE model and runs them for authenticated coordinators.
+
+Each connection has a thread that talks; the expert tables have one owner, the MLX thread, on which every load and every
+exec runs whole. A request with a bad field is answered with an `error` and the connection lives on; bytes that are no
+frame, or a wrong token, end it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from typing import TypeVar
+
+import attrs
+
+from pdplane.engine.thread import EngineThread, Job, Turns
+from pdplane.errors import InternalError, WireError
+from pdplane.ids import Endpoint
+from pdplane.workers.experts.bank import ExpertBank
+from pdplane.workers.experts.requests import DTYPES, OLD_DTYPE, read_assignments, read_dtype, read_exec
+from pdplane.workers.experts.store import ExpertStore
+from pdplane.workers.experts.tx1 import FrameLimits, Framer, Message, Token
+from pdplane.workers.listener import Line, Listener, Network
+
+_FAILURES = (OSError, ValueError, RuntimeError, MemoryError)
+_MAX_ID = 2**53
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+Header = dict[str, object]
+Answer = tuple[str, Header, bytes | memoryview]
+
+
+@attrs.frozen
+class ExpertWorkerOptions:
+    """Bounds of an expert worker; `capacity` is slots a layer, None for all experts."""
+
+    capacity: int | None = None
+    allow: tuple[Network, ...] = ()
+    limits: FrameLimits = attrs.field(factory=FrameLimits)
+    max_connections: int = 32
+    max_unproved: int = 8
+    handshake_s: float = 5.0
+    stall_s: float = 30.0
+    idle_s: float = 600.0
+
+
+@attrs.frozen
+class ExpertWorkerStatistics:
+    """Counts since the start."""
+
+    connections: int
+    accepted: int
+    refused_connections: int
+    refused_handshakes: int
+    refused_requests: int
+    execs: int
+    pairs: int
+    exec_ms: float
+    loaded: int
+    evicted: int
+    bytes_in: int
+    bytes_out: int
+
+
+class ExpertWorker:
+    """Serves the experts of one model; `open_store` is called on the MLX thread. The constructor opens nothing."""
+
+    def __init__(
+        self,
+        listen: Endpoint,
+        open_store: Callable[[], ExpertStore],
+        token: Token,
+        options: ExpertWorkerOptions | None = None,
+    ) -> None:
+        self.options = options or ExpertWorkerOptions()
+        self.thread = EngineThread("pdplane-experts")
+        self._open_store, self._token = open_store, token
+        self._bank: ExpertBank | None = None
+        self._listener = Listener(
+            listen, self._serve, name="tx1", max_connections=self.options.max_connections,
+            stall_s=self.options.stall_s, allow=self.options.allow,
+        )  # fmt: skip
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._unproved = 0
+        names = ("refused_handshakes", "refused_requests", "execs", "pairs", "loaded", "evicted", "bytes_in",
+                 "bytes_out")  # fmt: skip
+        self._counts = dict.fromkeys(names, 0)
+        self._exec_ms = 0.0
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._listener.endpoint
+
+    @property
+    def bank(self) -> ExpertBank:
+        """The tables; only the MLX thread may touch them."""
+        if self._bank is None:
+            raise InternalError("the expert worker was not started")
+        return self._bank
+
+    def start(self) -> Endpoint:
+        """Open the store and listen. Raises ConfigError, and then the worker is closed."""
+        self.thread.start()
+        started = False
+        try:
+            self._bank = self.thread.call(lambda: ExpertBank(self._open_store(), self.options.capacity))
+            self._listener.start()
+            started = True
+        finally:
+            if not started:
+                self.close()
+        return self.endpoint
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the worker is closed; whether it is. No client can end it."""
+        return self._closed.wait(timeout_s)
+
+    def close(self) -> None:
+        """End every connection and join every thread; idempotent."""
+        self._closed.set()
+        self._listener.stop()
+        self.thread.close()
+        self._listener.close()
+
+    def statistics(self) -> ExpertWorkerStatistics:
+        with self._lock:
+            counts, exec_ms = dict(self._counts), self._exec_ms
+        listener = self._listener
+        refused = listener.refused
+        return ExpertWorkerStatistics(listener.connections, listener.accepted, refused, exec_ms=exec_ms, **counts)
+
+    def count(self, **changes: int) -> None:
+        """Add to the counts of `statistics`."""
+        with self._lock:
+            for name, change in changes.items():
+                self._counts[name] += change
+
+    def add_exec_ms(self, spent: float) -> float:
+        """Add an exec's time; gives the total, which is what peers are told."""
+        with self._lock:
+            self._exec_ms += spent
+            return self._exec_ms
+
+    def _serve(self, line: Line, _host: str) -> None:
+        framer = self._prove(line)
+        if framer is None:
+            return
+        session = Session(self, framer)
+        try:
+            session.run()
+        except WireError as error:
+            self.count(refused_requests=1)
+            _log.warning("tx1: %s sent a malformed frame (%s); its connection is closed", line.peer, error)
+
+    def _prove(self, line: Line) -> Framer | None:
+        """The handshake; None when the peer failed it, or too many others are at theirs."""
+        with self._lock:
+            if self._unproved >= self.options.max_unproved:
+                self._counts["refused_handshakes"] += 1
+                return None
+            self._unproved += 1
+        try:
+            deadline_s = time.monotonic() + self.options.handshake_s
+            return Framer.serve(line, self._token, self.options.limits, deadline_s)
+        except (WireError, OSError) as error:
+            self.count(refused_handshakes=1)
+            _log.warning("tx1: %s failed the handshake: %s", line.peer, error)
+            return None
+        finally:
+            with self._lock:
+                self._unproved -= 1
+
+
+class _Failed(RuntimeError):
+    """A request was good and could not be done: a file that cannot be read, no memory."""
+
+
+class Session:
+    """One coordinator's conversation."""
+
+    def __init__(self, worker: ExpertWorker, framer: Framer) -> None:
+        self._worker, self._framer = worker, framer
+        self._store = worker.bank.store
+        self._dtype: str | None = None
+        self._max_reply_bytes = worker.options.limits.payload_bytes
+
+    def run(self) -> None:
+        """Hello, then requests until the line ends, which is an OSError. Raises WireError for a malformed frame."""
+        if not self._greet(self._framer.receive(self._worker.options.handshake_s)):
+            return
+        while True:
+            message = self._framer.receive(self._worker.options.idle_s)
+            kind, header, payload = self._answer(message)
+            sent = self._framer.send(kind, header, payload)
+            self._worker.count(bytes_in=len(message.payload), bytes_out=sent)
+
+    def _greet(self, message: Message) -> bool:
+        try:
+            self._read_hello(message)
+        except WireError as error:
+            self._worker.count(refused_requests=1)
+            self._framer.send("error", {"msg": "bad hello", "code": "bad_hello", "reason": error.reason})
+            return False
+        bank = self._worker.bank
+        resident = self._on_thread(lambda: _texts(bank.resident))
+        experts = max(layer.num_experts for layer in self._store.layers.values())
+        self._framer.send("hello_ack", {
+            "host": socket.gethostname(), "num_layers": self._store.num_layers, "num_experts": experts,
+            "cap": bank.capacity, "resident": resident, "framer": 1, "dtype": self._dtype or OLD_DTYPE,
+            "max_payload": self._worker.options.limits.payload_bytes, "identity": self._store.identity,
+        })  # fmt: skip
+        return True
+
+    def _read_hello(self, message: Message) -> None:
+        header = message.header
+        if message.kind != "hello" or header.member("proto").json != "TX1":
+            raise WireError("proto", "the first message must be a hello of TX1")
+        if header.member("model_type").json != self._store.model_type:
+            raise WireError("model_type", f"this worker has a {self._store.model_type}")
+        self._dtype = read_dtype(header)
+        if (limit := header.optional("max_payload")) is not None:
+            self._max_reply_bytes = min(self._max_reply_bytes, limit.whole(1))
+
+    def _answer(self, message: Message) -> Answer:
+        marked: Header = {}
+        try:
+            if (number := message.header.optional("id")) is not None:
+                marked["id"] = number.whole(0, _MAX_ID)
+            kind, header, payload = self._perform(message)
+        except WireError as error:
+            self._worker.count(refused_requests=1)
+            return "error", {**marked, "msg": error.reason, "code": "bad_request", "field": error.field}, b""
+        except _Failed as error:
+            self._worker.count(refused_requests=1)
+            _log.warning("tx1: %s failed: %s", message.kind, error)
+            return "error", {**marked, "msg": str(error), "code": "failed"}, b""
+        return kind, {**header, **marked}, payload
+
+    def _perform(self, message: Message) -> Answer:
+        if message.kind == "ping":
+            return "pong", {"t": time.time()}, b""
+        if message.kind == "load":
+            return self._load(message)
+        if message.kind == "exec":
+            return self._exec(message)
+        return "error", {"msg": f"unexpected {message.kind}", "code": "unexpected"}, b""
+
+    def _load(self, message: Message) -> Answer:
+        bank = self._worker.bank
+        wanted, listed = read_assignments(message, self._store, bank.capacity)
+
+        def load() -> tuple[dict[int, Sequence[int]], dict[int, list[int]]]:
+            gone = {layer: bank.load(layer, experts) for layer, experts in wanted.items()}
+            return {layer: left for layer, left in gone.items() if left}, bank.resident
+
+        evicted, resident = self._on_thread(load)
+        self._worker.count(loaded=listed, evicted=sum(map(len, evicted.values())))
+        header: Header = {"loaded": listed, "resident": _texts(resident)}
+        if evicted:
+            header["evicted"] = _texts(evicted)
+        return "load_reply", header, b""
+
+    def _exec(self, message: Message) -> Answer:
+        bank = self._worker.bank
+        request = read_exec(message, self._store, self._dtype, self._max_reply_bytes)
+        call = request.call
+        began = time.perf_counter()
+        done = self._on_thread(lambda: bank.run(call, convert=request.convert))
+        spent = (time.perf_counter() - began) * 1000
+        total = self._worker.add_exec_ms(spent)
+        self._worker.count(execs=1, pairs=len(call.row_of), evicted=len(done.evicted))
+        header: Header = {"layer": call.layer, "n": len(call.row_of), "exec_ms": total, "ms": spent}
+        if done.evicted:
+            header["evicted"] = list(done.evicted)
+        if not request.convert:
+            header["dtype"] = _wire_dtype(done.dtype)
+        return "exec_reply", header, done.bits.data if done.bits.size else b""
+
+    def _on_thread(self, function: Callable[[], _T]) -> _T:
+        """Run on the MLX thread; a failure there comes out as a _Failed, so that none is taken for the line's own."""
+        try:
+            job: Job[_T] = self._worker.thread.submit(lambda: _one_turn(function))
+        except InternalError as closed:
+            raise ConnectionAbortedError("the worker closes") from closed
+        error = job.future.exception()
+        if isinstance(error, CancelledError):
+            raise ConnectionAbortedError("the worker closes")
+        if isinstance(error, _FAILURES):
+            raise _Failed(f"{type(error).__name__}: {error}") from error
+        return job.result()
+
+
+def _one_turn(function: Callable[[], _T]) -> Turns[_T]:
+    yield from ()
+    return function()
+
+
+def _wire_dtype(name: str) -> str:
+    found = next((wire for wire, (mlx, _) in DTYPES.items() if mlx == name), None)
+    if found is None:
+        raise _Failed(f"results of dtype {name} have no name on the wire")
+    return found
+
+
+def _texts(tables: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:
+    return {str(layer): list(experts) for layer, experts in tables.items()}
