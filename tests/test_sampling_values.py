@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from pdplane.api import MAX_TOP_LOGPROBS, Sampling
 from pdplane.errors import ConfigError
-from pdplane.node.protocols import MAX_TOP_LOGPROBS, Sampling
 
 
 @pytest.mark.parametrize(
