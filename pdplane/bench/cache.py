@@ -28,7 +28,7 @@ _LINKS_MBIT = (100, 1_000, 10_000)
 
 
 @attrs.frozen
-class Case:
+class CacheCase:
     """One prefix length, the fastest of its rounds; times in ms."""
 
     prefix_tokens: int
@@ -99,7 +99,7 @@ class Bench:
         self._client, self._max_tokens, self._rounds = client, max_tokens, rounds
         self.ids: dict[int, object] = {}
 
-    def measure(self, length: int) -> Case:
+    def measure(self, length: int) -> CacheCase:
         """One prefix length both ways. Raises InternalError when they do not give the same ids."""
         prefix, query = tokens_of(length), tokens_of(_QUERY)
         text = self._fastest(lambda: self._client.run_text([*prefix, *query], self._max_tokens))
@@ -110,7 +110,7 @@ class Bench:
         self.ids[length] = expect(text, "output_tokens")
         saved_ms = _number(text, "ttft_ms") - _number(cache, "ttft_ms")
         more = cache.request_bytes - text.request_bytes
-        return Case(
+        return CacheCase(
             length, text.request_bytes, cache.request_bytes, _number(text, "prefill_ms"), _number(text, "ttft_ms"),
             cache.send_ms, _number(cache, "load_ms"), _number(cache, "ttft_ms"), saved_ms,
             more * 8 / saved_ms / 1000 if saved_ms > 0 else None,
@@ -163,7 +163,7 @@ def _check_ids(args: argparse.Namespace, bench: Bench) -> None:
         thread.close()
 
 
-def _print(args: argparse.Namespace, found: Sequence[Case], table: Sequence[CodecCase]) -> None:
+def _print(args: argparse.Namespace, found: Sequence[CacheCase], table: Sequence[CodecCase]) -> None:
     print(f"{args.model}: {_QUERY} query tokens after the prefix; all ids equal to one mlx-lm process")
     print_table(
         "tokens or cache (ms, bytes of the request)",
@@ -183,7 +183,7 @@ def _print(args: argparse.Namespace, found: Sequence[Case], table: Sequence[Code
     )
 
 
-def _plot(file: Path, found: Sequence[Case]) -> None:
+def _plot(file: Path, found: Sequence[CacheCase]) -> None:
     try:
         import matplotlib as mpl
         import matplotlib.figure

@@ -40,7 +40,7 @@ class Contender(Protocol):
     def close(self) -> None: ...
 
 
-class Plane:
+class PlaneContender:
     """A transport of pdplane: a push through the fence, acknowledged."""
 
     def __init__(
@@ -206,5 +206,5 @@ def open_contenders(
             made[name] = Memcpy(arena)
         else:
             session = addresses["mooncake" if name == "mooncake" else "pdplane"]
-            made[name] = Plane(name, session, arena, options, ask, addresses["base"])
+            made[name] = PlaneContender(name, session, arena, options, ask, addresses["base"])
     return made

@@ -21,7 +21,7 @@ from pdplane.bench.tables import print_table
 from pdplane.bench.worker_process import worker_processes
 from pdplane.engine.options import EngineOptions
 from pdplane.errors import InternalError
-from pdplane.workers.experts.tx1 import Token
+from pdplane.workers.experts.tx1 import Tx1Token
 
 if TYPE_CHECKING:
     from pdplane.workers.cache.prefix import PrefixEngine
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen
-class Case:
+class ExpertCase:
     """One way to run; rates in tokens a second, times in ms a token of the decoding."""
 
     name: str
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             for count in (1, 2):
                 from pdplane.workers.experts.remote import RemoteExperts
 
-                experts = RemoteExperts(workers[:count], Token.from_file(file))
+                experts = RemoteExperts(workers[:count], Tx1Token.from_file(file))
                 try:
                     found.append(_measure(args, f"{count} worker{'s' * (count > 1)}", experts))
                 finally:
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, name: str, experts: RemoteExperts | None) -> Case:
+def _measure(args: argparse.Namespace, name: str, experts: RemoteExperts | None) -> ExpertCase:
     from pdplane.workers.cache.prefix import PrefixEngine
 
     prompt = [(7 * number) % 300 + 2 for number in range(args.prompt_tokens)]
@@ -93,7 +93,9 @@ def _measure(args: argparse.Namespace, name: str, experts: RemoteExperts | None)
     return max(runs, key=lambda case: case.decode_tokens_s)
 
 
-def _round(engine: PrefixEngine, experts: RemoteExperts | None, prompt: list[int], max_tokens: int, name: str) -> Case:
+def _round(
+    engine: PrefixEngine, experts: RemoteExperts | None, prompt: list[int], max_tokens: int, name: str
+) -> ExpertCase:
     marks: list[_Mark] = []
 
     def on_token(_token: int) -> None:
@@ -108,7 +110,7 @@ def _round(engine: PrefixEngine, experts: RemoteExperts | None, prompt: list[int
     wire_ms = max(spent.wait_ms - spent.worker_ms, 0.0)
     send_ms, worker_ms, wire_ms = spent.send_ms / count, spent.worker_ms / count, wire_ms / count
     rest_ms = done.decode_ms / count - send_ms - worker_ms - wire_ms
-    return Case(
+    return ExpertCase(
         name, len(prompt) / done.ttft_ms * 1000, count / done.decode_ms * 1000, spent.sent / count,
         spent.received / count, send_ms, worker_ms, wire_ms, rest_ms, done.tokens,
     )  # fmt: skip
@@ -147,7 +149,7 @@ def _token_file() -> Iterator[Path]:
         yield file
 
 
-def _print(args: argparse.Namespace, found: list[Case]) -> None:
+def _print(args: argparse.Namespace, found: list[ExpertCase]) -> None:
     print(
         f"{args.model}: {args.prompt_tokens} prompt tokens, {len(found[0].tokens)} generated; the same tokens each way"
     )

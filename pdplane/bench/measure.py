@@ -14,7 +14,7 @@ from typing import Any, Self
 import attrs
 import numpy as np
 
-from pdplane.bench.contenders import Contender, Plane, open_contenders
+from pdplane.bench.contenders import Contender, PlaneContender, open_contenders
 from pdplane.bench.far_end import FarOptions, pattern
 from pdplane.errors import ConfigError, InternalError
 from pdplane.kv.arena import Arena
@@ -91,7 +91,7 @@ class Measurement:
                 for (name, block, arrangement), point in points.items()
             ],
             "latency": self._latency(),
-            "ways": {name: each.way for name, each in self._contenders.items() if isinstance(each, Plane)},
+            "ways": {name: each.way for name, each in self._contenders.items() if isinstance(each, PlaneContender)},
         }
 
     def _keys(self) -> Iterator[tuple[str, int, str]]:

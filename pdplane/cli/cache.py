@@ -20,7 +20,7 @@ _COUNTS = ("transport_bytes", "send_ms", "roundtrip_ms", "reply_bytes", "request
 
 
 @attrs.frozen(eq=False)
-class Refused(PdplaneError):
+class CacheWorkerRefused(PdplaneError):
     """A worker's own word for what went wrong."""
 
     command: str
@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace, tokens: Sequence[int]) -> Wp30Reply:
 
 def _good(reply: Wp30Reply) -> Wp30Reply:
     if reply.failure is not None:
-        raise Refused(str(reply.header.get("cmd")), reply.failure)
+        raise CacheWorkerRefused(str(reply.header.get("cmd")), reply.failure)
     return reply
 
 

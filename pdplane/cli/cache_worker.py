@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the worker; gives the exit code. Raises ConfigError."""
     with mlx_needed():
-        from pdplane.workers.cache.model import EngineReceiver
+        from pdplane.workers.cache.model import MlxCacheModel
         from pdplane.workers.cache.prefix import PrefixEngine
         from pdplane.workers.cache.worker import CacheWorker, CacheWorkerOptions, ModelWorker
-        from pdplane.workers.cache.wp30 import FrameLimits
+        from pdplane.workers.cache.wp30 import Wp30Limits
     engine = PrefixEngine(
         EngineOptions(
             args.model, prefill_step_size=args.prefill_step_size, kv_bits=args.kv_bits,
@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
         )
     )  # fmt: skip
     options = CacheWorkerOptions(
-        FrameLimits(payload_bytes=args.max_payload), expanded_bytes=args.max_expanded,
+        Wp30Limits(payload_bytes=args.max_payload), expanded_bytes=args.max_expanded,
         max_connections=args.max_connections, stall_s=args.stall_timeout, remote_shutdown=args.remote_shutdown,
     )  # fmt: skip
-    worker = CacheWorker(Endpoint(args.host, args.port), EngineReceiver(engine), options)
+    worker = CacheWorker(Endpoint(args.host, args.port), MlxCacheModel(engine), options)
     if not is_loopback(args.host):
         logger.warning("listening on %s, which other machines can reach; WP30 knows no secret", args.host)
     return run_worker("cache-worker", ModelWorker(engine, worker), args, lambda: args.model)

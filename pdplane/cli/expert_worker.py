@@ -7,7 +7,7 @@ import argparse
 from pdplane.cli.daemon import mlx_needed
 from pdplane.cli.worker_life import add_worker_flags, run_worker
 from pdplane.options import count, duration, endpoint, size
-from pdplane.workers.experts.tx1 import FrameLimits, Token
+from pdplane.workers.experts.tx1 import Tx1Limits, Tx1Token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the worker; gives the exit code. Raises ConfigError."""
-    token = Token.from_file(args.token_file)
+    token = Tx1Token.from_file(args.token_file)
     with mlx_needed():
         from pdplane.workers.experts.store import open_store
         from pdplane.workers.experts.worker import ExpertWorker, ExpertWorkerOptions
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     options = ExpertWorkerOptions(
         capacity=args.capacity,
         allow=parse_networks([text for text in args.allow.split(",") if text.strip()]),
-        limits=FrameLimits(payload_bytes=args.max_payload),
+        limits=Tx1Limits(payload_bytes=args.max_payload),
         max_connections=args.max_connections,
         handshake_s=args.handshake_timeout,
         stall_s=args.stall_timeout,

@@ -53,9 +53,9 @@ def remote_experts(args: argparse.Namespace) -> RemoteExperts | None:
         return None
     if not args.expert_token_file:
         raise ConfigError("--experts needs --expert-token-file")
-    from pdplane.workers.experts.tx1 import Token
+    from pdplane.workers.experts.tx1 import Tx1Token
 
-    token = Token.from_file(args.expert_token_file)
+    token = Tx1Token.from_file(args.expert_token_file)
     with mlx_needed():
         from pdplane.workers.experts.remote import LinkOptions, RemoteExperts, RemoteOptions
     link = LinkOptions(reply_s=args.expert_timeout)

@@ -9,35 +9,35 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pdplane.workers.cache.model import EngineReceiver
+    from pdplane.workers.cache.model import MlxCacheModel
     from pdplane.workers.cache.worker import CacheWorker, CacheWorkerOptions
     from pdplane.workers.cache.wp30 import Wp30Client, Wp30Reply
     from pdplane.workers.experts.remote import RemoteExperts, RemoteOptions
-    from pdplane.workers.experts.tx1 import Token
+    from pdplane.workers.experts.tx1 import Tx1Token
     from pdplane.workers.experts.worker import ExpertWorker, ExpertWorkerOptions
 
 _HOMES = {
-    "CacheWorker": "cache_worker",
-    "CacheWorkerOptions": "cache_worker",
-    "EngineReceiver": "receiver",
-    "ExpertWorker": "expert_worker",
-    "ExpertWorkerOptions": "expert_worker",
-    "RemoteExperts": "remote_experts",
-    "RemoteOptions": "remote_experts",
-    "Token": "tx1",
-    "Wp30Client": "wp30_client",
-    "Wp30Reply": "wp30_client",
+    "CacheWorker": "cache.worker",
+    "CacheWorkerOptions": "cache.worker",
+    "MlxCacheModel": "cache.model",
+    "ExpertWorker": "experts.worker",
+    "ExpertWorkerOptions": "experts.worker",
+    "RemoteExperts": "experts.remote",
+    "RemoteOptions": "experts.remote",
+    "Tx1Token": "experts.tx1",
+    "Wp30Client": "cache.wp30",
+    "Wp30Reply": "cache.wp30",
 }
 
 __all__ = [
     "CacheWorker",
     "CacheWorkerOptions",
-    "EngineReceiver",
     "ExpertWorker",
     "ExpertWorkerOptions",
+    "MlxCacheModel",
     "RemoteExperts",
     "RemoteOptions",
-    "Token",
+    "Tx1Token",
     "Wp30Client",
     "Wp30Reply",
 ]

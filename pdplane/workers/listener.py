@@ -28,7 +28,7 @@ def bytes_of(buffer: bytes | bytearray | memoryview) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-class Line:
+class BoundedSocket:
     """A stream socket; `peer` names the other end in messages."""
 
     def __init__(self, connected: socket.socket, peer: str, stall_s: float) -> None:
@@ -43,7 +43,7 @@ class Line:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     @classmethod
-    def connect(cls, peer: Endpoint, timeout_s: float, stall_s: float) -> Line:
+    def connect(cls, peer: Endpoint, timeout_s: float, stall_s: float) -> BoundedSocket:
         """Connect within `timeout_s`. Raises OSError."""
         try:
             return cls(socket.create_connection((peer.host, peer.port), timeout_s), str(peer), stall_s)
@@ -150,7 +150,7 @@ class Listener:
     def __init__(
         self,
         listen: Endpoint,
-        serve: Callable[[Line, str], None],
+        serve: Callable[[BoundedSocket, str], None],
         *,
         name: str,
         max_connections: int,
@@ -160,7 +160,7 @@ class Listener:
         self._listen, self._serve, self._name = listen, serve, name
         self._max_connections, self._stall_s, self._allow = max_connections, stall_s, tuple(allow)
         self._lock = threading.Lock()
-        self._lines: dict[threading.Thread, Line] = {}
+        self._lines: dict[threading.Thread, BoundedSocket] = {}
         self._listener: socket.socket | None = None
         self._wakeup: Wakeup | None = None
         self._thread: threading.Thread | None = None
@@ -237,7 +237,7 @@ class Listener:
             connected.close()
             return
         try:
-            line = Line(connected, str(Endpoint(host, port)), self._stall_s)
+            line = BoundedSocket(connected, str(Endpoint(host, port)), self._stall_s)
         except OSError:  # gone again already
             connected.close()
             return
@@ -247,7 +247,7 @@ class Listener:
             self._lines[thread] = line
         thread.start()
 
-    def _run(self, line: Line, host: str) -> None:
+    def _run(self, line: BoundedSocket, host: str) -> None:
         try:
             self._serve(line, host)
         except OSError as error:

@@ -15,7 +15,7 @@ import pytest
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
 from pdplane.workers.cache.worker import CacheWorker, CacheWorkerOptions
-from pdplane.workers.cache.wp30 import FrameLimits, Wp30Client
+from pdplane.workers.cache.wp30 import Wp30Client, Wp30Limits
 from tests.workers.stub_receiver import FailingReceiver, StubReceiver
 from tests.workers.wp30_cases import SERVER, Case, deep_nesting
 
@@ -153,7 +153,7 @@ def test_shutdown_answers_ok_alone_and_ends_the_worker(worker: CacheWorker) -> N
 
 
 def test_lengths_are_limited_before_they_are_read() -> None:
-    options = CacheWorkerOptions(FrameLimits(header_bytes=100, payload_bytes=1000))
+    options = CacheWorkerOptions(Wp30Limits(header_bytes=100, payload_bytes=1000))
     worker = CacheWorker(Endpoint("127.0.0.1", 0), StubReceiver(), options)
     worker.start()
     try:

@@ -14,7 +14,7 @@ from pdplane.ids import Endpoint
 from pdplane.messages import hash_prompt
 from pdplane.workers.cache.codecs import LOSSLESS, is_installed
 from pdplane.workers.cache.file import decode_cache_file, encode_cache_file
-from pdplane.workers.cache.model import EngineReceiver
+from pdplane.workers.cache.model import MlxCacheModel
 from pdplane.workers.cache.prefix import PrefixEngine
 from pdplane.workers.cache.worker import CacheWorker
 from pdplane.workers.cache.wp30 import Wp30Client
@@ -31,7 +31,7 @@ class Worker:
     def __init__(self, options: EngineOptions) -> None:
         self.engine = PrefixEngine(options)
         self.engine.start()
-        self.worker = CacheWorker(Endpoint("127.0.0.1", 0), EngineReceiver(self.engine))
+        self.worker = CacheWorker(Endpoint("127.0.0.1", 0), MlxCacheModel(self.engine))
         self.worker.start()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from pdplane.ids import Endpoint
 from pdplane.workers.experts.remote import ExpertLink, LinkOptions, ModelFacts
 from pdplane.workers.experts.requests import from_half, to_half
 from pdplane.workers.experts.switch import ExpertCall
-from pdplane.workers.experts.tx1 import FrameLimits, Token
+from pdplane.workers.experts.tx1 import Tx1Limits, Tx1Token
 from tests.workers.raw_tx1 import TOKEN, RawWorker
 
 FACTS = ModelFacts("toy", 2, 4, "whatever")
@@ -26,7 +26,7 @@ def old() -> Iterator[RawWorker]:
 
 
 def test_an_old_worker_gets_and_gives_float16(old: RawWorker) -> None:
-    link = ExpertLink(Endpoint("127.0.0.1", old.port), Token(TOKEN), FACTS, LinkOptions())
+    link = ExpertLink(Endpoint("127.0.0.1", old.port), Tx1Token(TOKEN), FACTS, LinkOptions())
     link.open()
     try:
         link.send_load({0: [1, 2]})
@@ -46,7 +46,7 @@ def test_an_old_worker_gets_and_gives_float16(old: RawWorker) -> None:
 
 @pytest.mark.parametrize("facts", [ModelFacts("toy", 3, 4, ""), ModelFacts("toy", 2, 8, "")])
 def test_an_old_worker_of_another_model_is_refused(old: RawWorker, facts: ModelFacts) -> None:
-    link = ExpertLink(Endpoint("127.0.0.1", old.port), Token(TOKEN), facts, LinkOptions())
+    link = ExpertLink(Endpoint("127.0.0.1", old.port), Tx1Token(TOKEN), facts, LinkOptions())
     with pytest.raises(SessionLost, match="another model"):
         link.open()
     with pytest.raises(SessionLost, match="not connected"):
@@ -54,8 +54,8 @@ def test_an_old_worker_of_another_model_is_refused(old: RawWorker, facts: ModelF
 
 
 def test_pairs_of_a_part_fit_in_its_frames() -> None:
-    options = LinkOptions(limits=FrameLimits(payload_bytes=1000))
-    link = ExpertLink(Endpoint("127.0.0.1", 1), Token(TOKEN), FACTS, options)
+    options = LinkOptions(limits=Tx1Limits(payload_bytes=1000))
+    link = ExpertLink(Endpoint("127.0.0.1", 1), Tx1Token(TOKEN), FACTS, options)
     assert link.max_pairs(8) == 31
     assert link.max_pairs(100_000) == 1
 

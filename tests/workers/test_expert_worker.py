@@ -15,7 +15,7 @@ import pytest
 
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
-from pdplane.workers.experts.tx1 import FrameLimits, Token
+from pdplane.workers.experts.tx1 import Tx1Limits, Tx1Token
 from pdplane.workers.experts.worker import ExpertWorker, ExpertWorkerOptions
 from pdplane.workers.listener import parse_networks
 from tests.waiting import until
@@ -47,7 +47,7 @@ class Bench:
     def __init__(self, **options: Any) -> None:  # noqa: ANN401  (the options' own types)
         self.store = ToyStore()
         self.worker = ExpertWorker(
-            Endpoint("127.0.0.1", 0), lambda: self.store, Token(TOKEN), ExpertWorkerOptions(**options)
+            Endpoint("127.0.0.1", 0), lambda: self.store, Tx1Token(TOKEN), ExpertWorkerOptions(**options)
         )
         self.worker.start()
 
@@ -324,7 +324,7 @@ def test_garbage_and_replay_end_their_connection_only(bench: Bench) -> None:
 
 
 def test_declared_lengths_are_limited(bench: Bench) -> None:
-    small = Bench(limits=FrameLimits(header_bytes=1000, payload_bytes=1000))
+    small = Bench(limits=Tx1Limits(header_bytes=1000, payload_bytes=1000))
     try:
         for nbytes in (1001, 2**40, 2**64 - 1):
             client = small.hello()
@@ -357,7 +357,7 @@ def test_bad_settings_are_told_and_leave_nothing() -> None:
     with pytest.raises(ConfigError, match="capacity of 0"):
         Bench(capacity=0)
     bench = Bench()
-    again = ExpertWorker(bench.worker.endpoint, ToyStore, Token(TOKEN))
+    again = ExpertWorker(bench.worker.endpoint, ToyStore, Tx1Token(TOKEN))
     with pytest.raises(ConfigError, match=str(bench.worker.endpoint.port)):
         again.start()
     bench.close()

@@ -18,7 +18,7 @@ from pdplane.node.prefill import PrefillNode
 from pdplane.plane.config import DecodeConfig, PrefillConfig
 from pdplane.workers.cache.prefix import PrefixEngine
 from pdplane.workers.experts.remote import RemoteExperts
-from pdplane.workers.experts.tx1 import Token
+from pdplane.workers.experts.tx1 import Tx1Token
 from pdplane.workers.experts.worker import ExpertWorker
 from tests.waiting import until
 from tests.workers.raw_tx1 import TOKEN
@@ -30,7 +30,7 @@ OPTIONS = EngineOptions("tiny:qwen3_moe-q4", prefill_step_size=32, arena_bytes=1
 @contextlib.contextmanager
 def pair(workers: list[ExpertWorker]) -> Iterator[tuple[PrefillNode, DecodeNode]]:
     """A prefill and a decode node, each with its own coordinator."""
-    experts = [RemoteExperts([worker.endpoint for worker in workers], Token(TOKEN), QUICK) for _ in range(2)]
+    experts = [RemoteExperts([worker.endpoint for worker in workers], Tx1Token(TOKEN), QUICK) for _ in range(2)]
     prefill = PrefillNode(PrefillEngine(OPTIONS, experts[0].attach), PrefillConfig(bootstrap_port=0))
     decode = DecodeNode(DecodeEngine(OPTIONS, experts[1].attach), DecodeConfig())
     try:

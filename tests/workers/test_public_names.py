@@ -18,7 +18,7 @@ def test_each_name_is_there_and_documented(name: str) -> None:
 
 def test_the_client_loads_no_mlx() -> None:
     code = (
-        "import sys; from pdplane.workers import Wp30Client, Token; "
+        "import sys; from pdplane.workers import Wp30Client, Tx1Token; "
         "print([name for name in ('mlx', 'mlx_lm', 'zmq', 'aiohttp') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

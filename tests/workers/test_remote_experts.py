@@ -25,7 +25,7 @@ from pdplane.ids import Endpoint
 from pdplane.workers.experts.remote import LinkOptions, RemoteExperts, RemoteOptions
 from pdplane.workers.experts.store import FileStore, open_store
 from pdplane.workers.experts.switch import ExpertCall, RemoteSwitch
-from pdplane.workers.experts.tx1 import FrameLimits, Token
+from pdplane.workers.experts.tx1 import Tx1Limits, Tx1Token
 from pdplane.workers.experts.worker import ExpertWorker, ExpertWorkerOptions
 from tests.workers.raw_tx1 import TOKEN
 
@@ -36,7 +36,7 @@ QUICK = RemoteOptions(LinkOptions(connect_s=2.0, reply_s=2.0), retry_s=60.0)
 
 
 def worker_for(model: str, options: ExpertWorkerOptions | None = None, token: bytes = TOKEN) -> ExpertWorker:
-    found = ExpertWorker(Endpoint("127.0.0.1", 0), lambda: open_store(model), Token(token), options)
+    found = ExpertWorker(Endpoint("127.0.0.1", 0), lambda: open_store(model), Tx1Token(token), options)
     found.start()
     return found
 
@@ -107,7 +107,7 @@ def trial() -> Iterator[Trial]:
 def test_bits_are_those_of_the_local_model(name: str, count: int) -> None:
     trial = Trial(f"tiny:{name}")
     workers = [worker_for(trial.name) for _ in range(count)]
-    experts = RemoteExperts([worker.endpoint for worker in workers], Token(TOKEN), QUICK)
+    experts = RemoteExperts([worker.endpoint for worker in workers], Tx1Token(TOKEN), QUICK)
     try:
         assert equal(trial.remote(experts), trial.local())
         statistics = experts.statistics()
@@ -125,9 +125,9 @@ def test_bits_are_those_of_the_local_model(name: str, count: int) -> None:
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral-q4"])
 def test_fewer_slots_than_experts_and_small_frames(name: str) -> None:
     trial = Trial(f"tiny:{name}")
-    limits = FrameLimits(payload_bytes=2048)  # eight pairs of 64 floats a frame
+    limits = Tx1Limits(payload_bytes=2048)  # eight pairs of 64 floats a frame
     worker = worker_for(trial.name, ExpertWorkerOptions(capacity=1, limits=limits))
-    experts = RemoteExperts([worker.endpoint], Token(TOKEN), QUICK)
+    experts = RemoteExperts([worker.endpoint], Tx1Token(TOKEN), QUICK)
     try:
         assert equal(trial.remote(experts), trial.local())
         assert worker.statistics().evicted > 10
@@ -182,7 +182,7 @@ def test_only_the_needed_experts_are_read(tmp_path: Path, trial: Trial) -> None:
     reads: list[tuple[int, int]] = []
     original = store.read
     store.read = lambda layer, expert: reads.append((layer, expert)) or original(layer, expert)  # type: ignore[method-assign,func-returns-value,return-value]
-    worker = ExpertWorker(Endpoint("127.0.0.1", 0), lambda: store, Token(TOKEN))
+    worker = ExpertWorker(Endpoint("127.0.0.1", 0), lambda: store, Tx1Token(TOKEN))
     worker.start()
     try:
         worker.thread.call(lambda: worker.bank.load(1, [2, 0]))
@@ -195,7 +195,7 @@ def test_only_the_needed_experts_are_read(tmp_path: Path, trial: Trial) -> None:
 @pytest.mark.parametrize("when", [0, 1, 5])
 def test_a_killed_workers_experts_move_to_the_other(trial: Trial, when: int) -> None:
     workers = [worker_for(trial.name) for _ in range(2)]
-    experts = RemoteExperts([worker.endpoint for worker in workers], Token(TOKEN), QUICK)
+    experts = RemoteExperts([worker.endpoint for worker in workers], Tx1Token(TOKEN), QUICK)
     try:
         found = trial.remote(experts, lambda call: workers[0].close() if call == when else None)
         assert equal(found, trial.local())
@@ -209,7 +209,7 @@ def test_a_killed_workers_experts_move_to_the_other(trial: Trial, when: int) -> 
 
 def test_the_last_workers_death_fails_the_request_with_the_cause(trial: Trial) -> None:
     worker = worker_for(trial.name)
-    experts = RemoteExperts([worker.endpoint], Token(TOKEN), QUICK)
+    experts = RemoteExperts([worker.endpoint], Tx1Token(TOKEN), QUICK)
     try:
         with pytest.raises(SessionLost, match="no expert worker is left") as lost:
             trial.remote(experts, lambda call: worker.close() if call == 3 else None)
@@ -222,7 +222,7 @@ def test_the_last_workers_death_fails_the_request_with_the_cause(trial: Trial) -
 def test_experts_run_here_when_that_is_allowed(trial: Trial) -> None:
     worker = worker_for(trial.name)
     allowed = attrs.evolve(QUICK, local=True, local_capacity=2)
-    experts = RemoteExperts([worker.endpoint], Token(TOKEN), allowed)
+    experts = RemoteExperts([worker.endpoint], Tx1Token(TOKEN), allowed)
     try:
         found = trial.remote(experts, lambda call: worker.close() if call == 3 else None)
         assert equal(found, trial.local())
@@ -234,12 +234,12 @@ def test_experts_run_here_when_that_is_allowed(trial: Trial) -> None:
 
 def test_a_restarted_worker_is_used_at_once(trial: Trial) -> None:
     workers = [worker_for(trial.name)]
-    experts = RemoteExperts([workers[0].endpoint], Token(TOKEN), QUICK)
+    experts = RemoteExperts([workers[0].endpoint], Tx1Token(TOKEN), QUICK)
 
     def restart(call: int) -> None:
         if call == 3:
             workers[0].close()
-            again = ExpertWorker(workers[0].endpoint, lambda: open_store(trial.name), Token(TOKEN))
+            again = ExpertWorker(workers[0].endpoint, lambda: open_store(trial.name), Tx1Token(TOKEN))
             again.start()
             workers.append(again)
 
@@ -321,7 +321,7 @@ def test_a_worker_that_lies_or_stalls_never_gives_a_wrong_number(trial: Trial, n
     workers = [worker_for(trial.name) for _ in range(2)]
     liar = Liar(workers[0], SPOILS[name], after=3)
     quick = attrs.evolve(QUICK, link=LinkOptions(connect_s=2.0, reply_s=0.3))
-    experts = RemoteExperts([liar.endpoint, workers[1].endpoint], Token(TOKEN), quick)
+    experts = RemoteExperts([liar.endpoint, workers[1].endpoint], Tx1Token(TOKEN), quick)
     try:
         assert equal(trial.remote(experts), trial.local())
         assert experts.statistics().lost == 1
@@ -341,7 +341,7 @@ def test_what_a_worker_must_agree_on() -> None:
         ("tiny:qwen3_moe-q4", TOKEN, "other weights"),
     ):
         worker = worker_for(model, token=token)
-        experts = RemoteExperts([worker.endpoint], Token(TOKEN), QUICK)
+        experts = RemoteExperts([worker.endpoint], Tx1Token(TOKEN), QUICK)
         with pytest.raises(SessionLost, match=cause):
             trial.remote(experts)
         experts.close()
@@ -351,14 +351,14 @@ def test_what_a_worker_must_agree_on() -> None:
 
 def test_models_without_such_experts_are_refused() -> None:
     trial = Trial("tiny:llama")
-    experts = RemoteExperts([Endpoint("127.0.0.1", 9)], Token(TOKEN))
+    experts = RemoteExperts([Endpoint("127.0.0.1", 9)], Tx1Token(TOKEN))
     with pytest.raises(ConfigError, match="no experts"):
         trial.remote(experts)
     experts.close()
     trial.close()
     for workers in ([], [Endpoint("h", 1)] * 2):
         with pytest.raises(ConfigError, match="at least one"):
-            RemoteExperts(workers, Token(TOKEN))
+            RemoteExperts(workers, Tx1Token(TOKEN))
 
 
 def test_moved_experts_are_never_read_here(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_moved_experts_are_never_read_here(tmp_path: Path) -> None:
     shutil.copytree(good, spoiled)
     _spoil_experts(spoiled / "model.safetensors")
     worker = worker_for(str(good))
-    experts = RemoteExperts([worker.endpoint], Token(TOKEN), QUICK)
+    experts = RemoteExperts([worker.endpoint], Tx1Token(TOKEN), QUICK)
     try:
         wanted = trial.local()
         trial.name = str(spoiled)

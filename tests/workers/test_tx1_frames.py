@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdplane.errors import ConfigError, LocalProtocolError, WireError
 from pdplane.workers.experts import tx1
-from pdplane.workers.experts.tx1 import FrameLimits, Framer, Opener, Sealer, Token
+from pdplane.workers.experts.tx1 import Framer, Opener, Sealer, Tx1Limits, Tx1Token
 from tests.workers.ends import tcp_pair
 
 _VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors" / "tx1.json").read_text())[
@@ -22,9 +22,9 @@ _VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vector
 RECORDED, *ATTACKS = _VECTORS
 TO_SERVER = bytes.fromhex(RECORDED["client_to_server_hex"])
 TO_CLIENT = bytes.fromhex(RECORDED["server_to_client_hex"])
-TOKEN = Token(bytes.fromhex(RECORDED["token_hex"]))
+TOKEN = Tx1Token(bytes.fromhex(RECORDED["token_hex"]))
 CLIENT_NONCE, SERVER_NONCE = bytes.fromhex(RECORDED["client_nonce"]), bytes.fromhex(RECORDED["server_nonce"])
-LIMITS = FrameLimits()
+LIMITS = Tx1Limits()
 
 _HELLO = 72  # offsets in the client's stream
 _HELLO_END = _HELLO + 20 + 5 + 0x22 + 32
@@ -123,7 +123,7 @@ def test_a_server_with_another_token_is_found_out() -> None:
     with tcp_pair() as (line, theirs):
         theirs.sendall(TO_CLIENT)
         with pytest.raises(WireError) as refused:
-            Framer.connect(line, Token(b"x" * 32), LIMITS, time.monotonic() + 5, CLIENT_NONCE)
+            Framer.connect(line, Tx1Token(b"x" * 32), LIMITS, time.monotonic() + 5, CLIENT_NONCE)
     assert refused.value.field == "proof"
 
 
@@ -148,7 +148,7 @@ def test_a_changed_offer_of_versions_breaks_the_proof() -> None:
 )
 def test_frames_over_the_limits_are_not_made(kind: str, header: dict[str, str], payload: bytes) -> None:
     with pytest.raises(LocalProtocolError):
-        Sealer(bytes(32), FrameLimits(100, 200)).seal(kind, header, payload)
+        Sealer(bytes(32), Tx1Limits(100, 200)).seal(kind, header, payload)
 
 
 @given(st.binary(min_size=20, max_size=20))
@@ -174,12 +174,12 @@ def test_token_files(tmp_path: Path) -> None:
     file.write_bytes(b"  sixteen bytes ok\n")
     file.chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
-        Token.from_file(file)
+        Tx1Token.from_file(file)
     file.chmod(0o600)
-    assert repr(Token.from_file(file)) == "Token(...)"
-    assert Token.from_file(file).prove(b"x") == Token(b"sixteen bytes ok").prove(b"x")
+    assert repr(Tx1Token.from_file(file)) == "Tx1Token(...)"
+    assert Tx1Token.from_file(file).prove(b"x") == Tx1Token(b"sixteen bytes ok").prove(b"x")
     file.write_bytes(b"short\n")
     with pytest.raises(ConfigError, match="16 to 4096"):
-        Token.from_file(file)
+        Tx1Token.from_file(file)
     with pytest.raises(ConfigError, match="No such file"):
-        Token.from_file(tmp_path / "absent")
+        Tx1Token.from_file(tmp_path / "absent")

@@ -13,7 +13,7 @@ import pytest
 
 from pdplane.errors import SessionLost, WireError
 from pdplane.ids import Endpoint
-from pdplane.workers.cache.wp30 import FrameLimits, Wp30Client, expect
+from pdplane.workers.cache.wp30 import Wp30Client, Wp30Limits, expect
 
 Answer = Callable[[socket.socket, dict[str, object], bytes], None]
 
@@ -108,7 +108,7 @@ def test_bytes_that_are_no_reply_close_the_connection(name: str) -> None:
         raw.sendall(GARBAGE[name])
         raw.shutdown(socket.SHUT_WR)
 
-    limits = FrameLimits(header_bytes=100, payload_bytes=1000)
+    limits = Wp30Limits(header_bytes=100, payload_bytes=1000)
     with reference(answer) as endpoint, Wp30Client(endpoint, limits=limits) as client:
         with pytest.raises(SessionLost):
             client.call({"cmd": "garbage"})

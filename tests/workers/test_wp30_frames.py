@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.errors import LocalProtocolError, WireError
-from pdplane.workers.cache.wp30 import FrameLimits, decode_header, decode_prefix, encode_frame, read_frame
-from pdplane.workers.listener import Line
+from pdplane.workers.cache.wp30 import Wp30Limits, decode_header, decode_prefix, encode_frame, read_frame
+from pdplane.workers.listener import BoundedSocket
 from tests.workers.ends import tcp_pair
 from tests.workers.wp30_cases import FRAMES, Case, header_of, payload_of, stream_of
 
@@ -69,7 +69,7 @@ def test_encodes(case: Case) -> None:
 def _check_read_back(case: Case, made: bytes) -> None:
     if not isinstance(header_of(case), dict):
         return
-    header_bytes, payload_bytes = decode_prefix(made[:12], FrameLimits())
+    header_bytes, payload_bytes = decode_prefix(made[:12], Wp30Limits())
     header = decode_header(made[12 : 12 + header_bytes])
     if "decoded_back" in case and not case["decoded_back"]["header_repr"].endswith("..."):
         assert repr(header).startswith(case["decoded_back"]["header_repr"].rstrip("'}"))
@@ -89,12 +89,12 @@ def test_decodes(case: Case) -> None:
         _check_decoded(case, line)
 
 
-def _check_decoded(case: Case, line: Line) -> None:
+def _check_decoded(case: Case, line: BoundedSocket) -> None:
     if "error" in case or case["name"] in STRICTER:
         with pytest.raises((WireError, OSError)):
-            read_frame(line, FrameLimits(header_bytes=2**32, payload_bytes=2**32))
+            read_frame(line, Wp30Limits(header_bytes=2**32, payload_bytes=2**32))
         return
-    frame = read_frame(line, FrameLimits())
+    frame = read_frame(line, Wp30Limits())
     assert frame.header == case["header"]
     assert bytes(frame.payload).hex() == case["payload_hex"]
 
@@ -115,7 +115,7 @@ def _check_too_long(mapped: mmap.mmap) -> None:
 def test_lengths_are_checked_before_anything_is_read(lengths: tuple[int, int], field: str) -> None:
     prefix = b"WP30" + lengths[0].to_bytes(4, "big") + lengths[1].to_bytes(4, "big")
     with pytest.raises(WireError) as refused:
-        decode_prefix(prefix, FrameLimits(header_bytes=100, payload_bytes=200))
+        decode_prefix(prefix, Wp30Limits(header_bytes=100, payload_bytes=200))
     assert refused.value.field == field
 
 

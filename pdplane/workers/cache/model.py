@@ -52,7 +52,7 @@ class PrefilledCache:
     width: int
 
 
-class Receiver(Protocol):
+class CacheModel(Protocol):
     """A model behind a cache worker; every method blocks and may be called by any thread."""
 
     @property
@@ -73,8 +73,8 @@ class Receiver(Protocol):
     def prefill_time(self, tokens: Sequence[int]) -> float: ...
 
 
-class EngineReceiver:
-    """A `Receiver` over a started PrefixEngine."""
+class MlxCacheModel:
+    """A `CacheModel` over a started PrefixEngine."""
 
     def __init__(self, engine: PrefixEngine) -> None:
         self._engine = engine

@@ -16,10 +16,10 @@ from pdplane.ids import Endpoint
 from pdplane.wire.fields import Json
 from pdplane.workers.cache import codecs
 from pdplane.workers.cache.codecs import LOSSY
-from pdplane.workers.cache.model import Receiver
+from pdplane.workers.cache.model import CacheModel
 from pdplane.workers.cache.prefix import PrefixEngine
-from pdplane.workers.cache.wp30 import PREFIX_BYTES, Frame, FrameLimits, read_frame, send_frame
-from pdplane.workers.listener import Line, Listener
+from pdplane.workers.cache.wp30 import PREFIX_BYTES, Frame, Wp30Limits, read_frame, send_frame
+from pdplane.workers.listener import BoundedSocket, Listener
 
 DEFAULT_MAX_TOKENS = 48
 _MAX_TOKEN = 2**31 - 1
@@ -38,7 +38,7 @@ class Reply:
 class Commands:
     """Answers frames out of a receiver model; used by many threads."""
 
-    def __init__(self, receiver: Receiver, expanded_bytes: int) -> None:
+    def __init__(self, receiver: CacheModel, expanded_bytes: int) -> None:
         self._receiver = receiver
         self._expanded_bytes = expanded_bytes
         self._table: Mapping[str, Callable[[Frame], Reply]] = {
@@ -170,7 +170,7 @@ class CacheWorkerOptions:
     `expanded_bytes` bounds what a compressed cache may expand to.
     """
 
-    limits: FrameLimits = attrs.field(factory=FrameLimits)
+    limits: Wp30Limits = attrs.field(factory=Wp30Limits)
     expanded_bytes: int = 2 << 30
     max_connections: int = 64
     stall_s: float = 30.0
@@ -195,7 +195,7 @@ class CacheWorkerStatistics:
 class CacheWorker:
     """Serves one receiver model. The constructor opens nothing; the model stays its owner's."""
 
-    def __init__(self, listen: Endpoint, receiver: Receiver, options: CacheWorkerOptions | None = None) -> None:
+    def __init__(self, listen: Endpoint, receiver: CacheModel, options: CacheWorkerOptions | None = None) -> None:
         self._options = options or CacheWorkerOptions()
         self._commands = Commands(receiver, self._options.expanded_bytes)
         self._listener = Listener(
@@ -229,7 +229,7 @@ class CacheWorker:
         listener = self._listener
         return CacheWorkerStatistics(listener.connections, listener.accepted, listener.refused, **counts)
 
-    def _serve(self, line: Line, host: str) -> None:
+    def _serve(self, line: BoundedSocket, host: str) -> None:
         while True:
             prefix = line.await_first(PREFIX_BYTES, self._options.idle_s)
             began = time.perf_counter()
@@ -250,7 +250,7 @@ class CacheWorker:
             if not self._send(line, reply):
                 return
 
-    def _send(self, line: Line, reply: Reply) -> bool:
+    def _send(self, line: BoundedSocket, reply: Reply) -> bool:
         try:
             sent = send_frame(line, reply.header, reply.payload)
         except (ValueError, RecursionError):  # a command of 1e999 or of deep lists is read, but cannot be echoed

@@ -14,7 +14,7 @@ import attrs
 from pdplane.errors import LocalProtocolError, SessionLost, WireError
 from pdplane.ids import Endpoint
 from pdplane.wire.fields import Json
-from pdplane.workers.listener import Line, bytes_of
+from pdplane.workers.listener import BoundedSocket, bytes_of
 
 MAGIC = b"WP30"
 PREFIX_BYTES = 12
@@ -24,7 +24,7 @@ _PREFIX = struct.Struct("!4sII")
 
 
 @attrs.frozen
-class FrameLimits:
+class Wp30Limits:
     """The largest lengths that a reader accepts; checked before any memory is taken."""
 
     header_bytes: int = 4 << 20
@@ -52,7 +52,7 @@ def encode_frame(header: object, payload: bytes | bytearray | memoryview = b"") 
     return [_PREFIX.pack(MAGIC, len(text), len(view)) + text, view]
 
 
-def decode_prefix(data: bytes | memoryview, limits: FrameLimits) -> tuple[int, int]:
+def decode_prefix(data: bytes | memoryview, limits: Wp30Limits) -> tuple[int, int]:
     """The header's and the payload's length. Raises WireError."""
     magic, header_bytes, payload_bytes = _PREFIX.unpack(data)
     if magic != MAGIC:
@@ -76,14 +76,14 @@ def decode_header(data: bytes | memoryview) -> dict[str, Json]:
     return found
 
 
-def send_frame(line: Line, header: Mapping[str, object], payload: bytes | bytearray | memoryview = b"") -> int:
+def send_frame(line: BoundedSocket, header: Mapping[str, object], payload: bytes | bytearray | memoryview = b"") -> int:
     """Send one frame; gives its bytes, 12 and both lengths."""
     parts = encode_frame(header, payload)
     line.write(*parts)
     return sum(len(part) for part in parts)
 
 
-def read_frame(line: Line, limits: FrameLimits, *, prefix: memoryview | None = None) -> Frame:
+def read_frame(line: BoundedSocket, limits: Wp30Limits, *, prefix: memoryview | None = None) -> Frame:
     """Read one frame, whose prefix may have been read before. Raises WireError or OSError."""
     header_bytes, payload_bytes = decode_prefix(line.read(PREFIX_BYTES) if prefix is None else prefix, limits)
     header = decode_header(line.read(header_bytes))
@@ -135,12 +135,12 @@ class Wp30Client:
         *,
         timeout_s: float = 120.0,
         connect_timeout_s: float = 5.0,
-        limits: FrameLimits | None = None,
+        limits: Wp30Limits | None = None,
     ) -> None:
         self.worker = worker
         self._timeout_s, self._connect_timeout_s = timeout_s, connect_timeout_s
-        self._limits = limits or FrameLimits()
-        self._line: Line | None = None
+        self._limits = limits or Wp30Limits()
+        self._line: BoundedSocket | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -212,14 +212,18 @@ class Wp30Client:
         self.close()
         return reply
 
-    def _connected(self, deadline_s: float) -> Line:
+    def _connected(self, deadline_s: float) -> BoundedSocket:
         if self._line is None:
             within_s = min(self._connect_timeout_s, max(deadline_s - time.monotonic(), 0.001))
-            self._line = Line.connect(self.worker, within_s, self._timeout_s)
+            self._line = BoundedSocket.connect(self.worker, within_s, self._timeout_s)
         return self._line
 
     def _exchange(
-        self, line: Line, header: Mapping[str, object], payload: bytes | bytearray | memoryview, deadline_s: float
+        self,
+        line: BoundedSocket,
+        header: Mapping[str, object],
+        payload: bytes | bytearray | memoryview,
+        deadline_s: float,
     ) -> Wp30Reply:
         with line.deadline(deadline_s):
             began = time.perf_counter()

@@ -19,8 +19,8 @@ from pdplane.workers.experts.bank import ExpertBank
 from pdplane.workers.experts.requests import DTYPES, Bits, from_half, to_half
 from pdplane.workers.experts.store import ExpertStore, store_of
 from pdplane.workers.experts.switch import ExpertCall, Indices, replace_switches
-from pdplane.workers.experts.tx1 import FrameLimits, Framer, Message, Token
-from pdplane.workers.listener import Line
+from pdplane.workers.experts.tx1 import Framer, Message, Tx1Limits, Tx1Token
+from pdplane.workers.listener import BoundedSocket
 
 WIRE_NAMES: Mapping[str, str] = {mlx: wire for wire, (mlx, _) in DTYPES.items()}
 
@@ -44,7 +44,7 @@ class LinkOptions:
     connect_s: float = 5.0
     reply_s: float = 30.0
     load_s: float = 120.0
-    limits: FrameLimits = attrs.field(factory=FrameLimits)
+    limits: Tx1Limits = attrs.field(factory=Tx1Limits)
 
 
 @attrs.define
@@ -63,13 +63,13 @@ class Traffic:
 class ExpertLink:
     """Used by one thread, stopped by any; the constructor opens nothing. Every failure is a SessionLost."""
 
-    def __init__(self, worker: Endpoint, token: Token, facts: ModelFacts, options: LinkOptions) -> None:
+    def __init__(self, worker: Endpoint, token: Tx1Token, facts: ModelFacts, options: LinkOptions) -> None:
         self.worker = worker
         self.traffic = Traffic()
         self.capacity = 0
         """Experts a layer that the worker can hold; known once it is open."""
         self._token, self._facts, self._options = token, facts, options
-        self._line: Line | None = None
+        self._line: BoundedSocket | None = None
         self._framer: Framer | None = None
         self._number = 0
         self._half = False
@@ -80,7 +80,7 @@ class ExpertLink:
         self.close()
         limit_s = self._options.connect_s if connect_s is None else connect_s
         with self._failures():
-            self._line = Line.connect(self.worker, limit_s, self._options.reply_s)
+            self._line = BoundedSocket.connect(self.worker, limit_s, self._options.reply_s)
             deadline_s = time.monotonic() + limit_s
             self._framer = Framer.connect(self._line, self._token, self._options.limits, deadline_s)
             self._greet(self._framer)
@@ -265,7 +265,7 @@ class RemoteExperts:
     `attach` and `run` are for the MLX thread; `close` and `statistics` for any. The constructor opens nothing.
     """
 
-    def __init__(self, workers: Sequence[Endpoint], token: Token, options: RemoteOptions | None = None) -> None:
+    def __init__(self, workers: Sequence[Endpoint], token: Tx1Token, options: RemoteOptions | None = None) -> None:
         if not workers or len(set(workers)) != len(workers):
             raise ConfigError("name at least one expert worker, and each once")
         self.options = options or RemoteOptions()

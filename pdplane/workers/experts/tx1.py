@@ -35,7 +35,7 @@ import attrs
 
 from pdplane.errors import ConfigError, LocalProtocolError, WireError
 from pdplane.wire.fields import Value, parse
-from pdplane.workers.listener import Line, bytes_of
+from pdplane.workers.listener import BoundedSocket, bytes_of
 
 VERSION = 1
 NONCE_BYTES = 32
@@ -54,7 +54,7 @@ _PREFIX = struct.Struct("!4sBBHIQ")
 _KIND = re.compile(r"[a-z_]{1,32}\Z")
 
 
-class Token:
+class Tx1Token:
     """The bytes that a worker and its coordinators share."""
 
     __slots__ = ("_key",)
@@ -84,7 +84,7 @@ class Token:
             raise ConfigError(f"token file {path}: {error.reason}") from None
 
     def __repr__(self) -> str:
-        return "Token(...)"
+        return "Tx1Token(...)"
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a token is not pickled")
@@ -106,7 +106,7 @@ class Keys:
 
 
 @attrs.frozen
-class FrameLimits:
+class Tx1Limits:
     """The largest header and payload; looked at before any memory is taken."""
 
     header_bytes: int = 1 << 20
@@ -127,7 +127,7 @@ def challenge(nonce: bytes) -> bytes:
     return b"TX1C" + bytes([VERSION, VERSION, 0, 0]) + nonce
 
 
-def answer(token: Token, challenged: Buffer, nonce: bytes) -> tuple[bytes, bytes]:
+def answer(token: Tx1Token, challenged: Buffer, nonce: bytes) -> tuple[bytes, bytes]:
     """The client's message and the transcript so far. Raises WireError for no challenge that we can answer."""
     found = bytes(challenged)
     if len(found) != CHALLENGE_BYTES or found[:4] != b"TX1C":
@@ -138,7 +138,7 @@ def answer(token: Token, challenged: Buffer, nonce: bytes) -> tuple[bytes, bytes
     return transcript[CHALLENGE_BYTES:] + token.prove(b"client", transcript), transcript
 
 
-def accept(token: Token, challenged: bytes, answered: Buffer) -> tuple[bytes, Keys]:
+def accept(token: Tx1Token, challenged: bytes, answered: Buffer) -> tuple[bytes, Keys]:
     """The server's second message and the keys. Raises WireError when the client does not know the token."""
     found = bytes(answered)
     if len(found) != ANSWER_BYTES or found[:8] != b"TX1A" + bytes([VERSION, 0, 0, 0]):
@@ -150,7 +150,7 @@ def accept(token: Token, challenged: bytes, answered: Buffer) -> tuple[bytes, Ke
     return reply, _keys(token, transcript, proof)
 
 
-def confirm(token: Token, transcript: bytes, answered: bytes, accepted: Buffer) -> Keys:
+def confirm(token: Tx1Token, transcript: bytes, answered: bytes, accepted: Buffer) -> Keys:
     """The keys, once the server has proved itself. Raises WireError when it does not know the token."""
     found, proof = bytes(accepted), answered[40:]
     if len(found) != ACCEPTANCE_BYTES or found[:8] != b"TX1B" + bytes([VERSION, 0, 0, 0]):
@@ -163,7 +163,7 @@ def confirm(token: Token, transcript: bytes, answered: bytes, accepted: Buffer) 
 class Sealer:
     """Makes the frames of one direction."""
 
-    def __init__(self, key: bytes, limits: FrameLimits) -> None:
+    def __init__(self, key: bytes, limits: Tx1Limits) -> None:
         self._key, self._limits = key, limits
         self._number = 0
 
@@ -191,7 +191,7 @@ class Lengths:
 class Opener:
     """Checks the frames of one direction."""
 
-    def __init__(self, key: bytes, limits: FrameLimits) -> None:
+    def __init__(self, key: bytes, limits: Tx1Limits) -> None:
         self._key, self._limits = key, limits
         self._number = 0
 
@@ -220,7 +220,7 @@ class Opener:
         return Message(kind, parse(text[lengths.kind :], "header", self._limits.header_bytes), payload)
 
 
-def _keys(token: Token, transcript: bytes, proof: bytes) -> Keys:
+def _keys(token: Tx1Token, transcript: bytes, proof: bytes) -> Keys:
     return Keys(token.prove(b"c2s", transcript, proof), token.prove(b"s2c", transcript, proof))
 
 
@@ -237,12 +237,12 @@ def _tag(key: bytes, number: int, head: bytes, payload: Buffer) -> bytes:
 class Framer:
     """One proved connection. Errors are WireError for what the peer sent and OSError for the line."""
 
-    def __init__(self, line: Line, sealer: Sealer, opener: Opener) -> None:
+    def __init__(self, line: BoundedSocket, sealer: Sealer, opener: Opener) -> None:
         self._line, self._sealer, self._opener = line, sealer, opener
 
     @classmethod
     def serve(
-        cls, line: Line, token: Token, limits: FrameLimits, deadline_s: float, nonce: bytes | None = None
+        cls, line: BoundedSocket, token: Tx1Token, limits: Tx1Limits, deadline_s: float, nonce: bytes | None = None
     ) -> Self:
         """The server's handshake, all of it before `deadline_s`; reads exactly 72 bytes."""
         with line.deadline(deadline_s):
@@ -254,7 +254,7 @@ class Framer:
 
     @classmethod
     def connect(
-        cls, line: Line, token: Token, limits: FrameLimits, deadline_s: float, nonce: bytes | None = None
+        cls, line: BoundedSocket, token: Tx1Token, limits: Tx1Limits, deadline_s: float, nonce: bytes | None = None
     ) -> Self:
         """The client's handshake, all of it before `deadline_s`."""
         with line.deadline(deadline_s):

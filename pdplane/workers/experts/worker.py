@@ -23,8 +23,8 @@ from pdplane.ids import Endpoint
 from pdplane.workers.experts.bank import ExpertBank
 from pdplane.workers.experts.requests import DTYPES, OLD_DTYPE, read_assignments, read_dtype, read_exec
 from pdplane.workers.experts.store import ExpertStore
-from pdplane.workers.experts.tx1 import FrameLimits, Framer, Message, Token
-from pdplane.workers.listener import Line, Listener, Network
+from pdplane.workers.experts.tx1 import Framer, Message, Tx1Limits, Tx1Token
+from pdplane.workers.listener import BoundedSocket, Listener, Network
 
 _FAILURES = (OSError, ValueError, RuntimeError, MemoryError)
 _MAX_ID = 2**53
@@ -41,7 +41,7 @@ class ExpertWorkerOptions:
 
     capacity: int | None = None
     allow: tuple[Network, ...] = ()
-    limits: FrameLimits = attrs.field(factory=FrameLimits)
+    limits: Tx1Limits = attrs.field(factory=Tx1Limits)
     max_connections: int = 32
     max_unproved: int = 8
     handshake_s: float = 5.0
@@ -74,7 +74,7 @@ class ExpertWorker:
         self,
         listen: Endpoint,
         open_store: Callable[[], ExpertStore],
-        token: Token,
+        token: Tx1Token,
         options: ExpertWorkerOptions | None = None,
     ) -> None:
         self.options = options or ExpertWorkerOptions()
@@ -147,18 +147,18 @@ class ExpertWorker:
             self._exec_ms += spent
             return self._exec_ms
 
-    def _serve(self, line: Line, _host: str) -> None:
+    def _serve(self, line: BoundedSocket, _host: str) -> None:
         framer = self._prove(line)
         if framer is None:
             return
-        session = Session(self, framer)
+        session = CoordinatorSession(self, framer)
         try:
             session.run()
         except WireError as error:
             self.count(refused_requests=1)
             _log.warning("tx1: %s sent a malformed frame (%s); its connection is closed", line.peer, error)
 
-    def _prove(self, line: Line) -> Framer | None:
+    def _prove(self, line: BoundedSocket) -> Framer | None:
         """The handshake; None when the peer failed it, or too many others are at theirs."""
         with self._lock:
             if self._unproved >= self.options.max_unproved:
@@ -181,7 +181,7 @@ class _Failed(RuntimeError):
     """A request was good and could not be done: a file that cannot be read, no memory."""
 
 
-class Session:
+class CoordinatorSession:
     """One coordinator's conversation."""
 
     def __init__(self, worker: ExpertWorker, framer: Framer) -> None:
