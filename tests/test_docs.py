@@ -1,4 +1,4 @@
-"""What the pages promise exists: links and their anchors, files, flags."""
+"""What the pages promise exists: links and their anchors, files, flags; so does what the source cites."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import pytest
 
 import pdplane
 from pdplane.cli.main import COMMANDS
+from tests.test_layers import ALLOWED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(((?!https://)[^)#\s]*)(?:#([^)\s]+))?\)")
 FILE = re.compile(r"`((?:[\w.]+/)+[\w.]+\.\w+)`")
+CITED = re.compile(r"([\w./-]+\.md)\b(?:[\s#]+sections?((?:[\s#]+(?:and\s+)?\d[\d.]*,?)+))?")
+SECTION = re.compile(r"^#+ ([\d.]*\d) ?", re.MULTILINE)
 OF_EVERY_COMMAND = {"--help", "--version"}
 OF_OTHER_PROGRAMS = {"--strict"}
 
@@ -74,3 +77,29 @@ def test_the_changelog_keeps_its_form() -> None:
     assert releases[0].startswith(f"## [{pdplane.__version__}]")
     kinds = {line[4:] for line in lines if line.startswith("### ")}
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+@pytest.mark.parametrize("folder", ["pdplane", "tests", "examples"])
+def test_the_source_cites_what_the_repository_has(folder: str) -> None:
+    """Pages by their path, their sections by number; numbered scenarios stand nowhere."""
+    wrong = []
+    for path in (ROOT / folder).rglob("*.py"):
+        source = path.read_text()
+        wrong += [f"{path.relative_to(ROOT)}: {name}" for name in re.findall(r"\bS\d\d\b", source)]
+        for name, sections in CITED.findall(source):
+            page = ROOT / name
+            known = set(SECTION.findall(page.read_text())) if page.is_file() else set()
+            if not page.is_file() or set(re.findall(r"[\d.]*\d", sections)) - known:
+                wrong.append(f"{path.relative_to(ROOT)}: {name} {sections}")
+    assert wrong == []
+
+
+def test_the_map_has_the_packages_and_their_imports() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    base = {"ids", "errors", "security", "kv", "messages"}
+    core = base | {"api", "wire", "machine", "control", "transport", "plane", "engine", "node"}
+    drawn = {
+        name: {word for entry in row.split() for word in {"base": base, "core": core}.get(entry, {entry})}
+        for name, row in re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
+    }
+    assert drawn == {name: allowed for name, allowed in ALLOWED.items() if not name.startswith("__")}

@@ -176,7 +176,7 @@ def _reason(refused: Refused) -> str:
 # What native peers say beside the legacy frames is made up here, so that the machine need not know: a registration
 # counts as answered when it is sent (this wire never answers), a ping is a question to the rendezvous and a look at
 # the connection, a cancel and a hello have no words. A status names neither its channel nor its use of the room; both
-# are what we offered last. Source of the rules: legacy_peer.md sections 1, 3, 5, 6 and 11.
+# are what we offered last. Rules: docs/legacy_wire.md sections 1, 3, 5, 6 and 11.
 
 
 MAX_ROOMS = 65536

@@ -378,7 +378,7 @@ def _error(path: str, reason: str) -> WireError:
 def compare_layouts(ours: Layout, theirs: Layout) -> None:
     """Raise LayoutMismatch that names the first differing field.
 
-    Capacity, packing, planes, strides and offsets may differ. Source: legacy_peer.md section 4.4.
+    Capacity, packing, planes, strides and offsets may differ. Rules: docs/legacy_wire.md section 4.4.
     """
     _same("prefix_granularity", ours.prefix_granularity, theirs.prefix_granularity)
     _same("group_order", [spec.group_id for spec in ours.group_specs], [spec.group_id for spec in theirs.group_specs])

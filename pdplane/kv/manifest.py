@@ -38,7 +38,7 @@ def logical_slots(spec: GroupSpec, prefix_len: int, prompt_len: int) -> range:
     """Which slots of a group's block table a transfer of the tokens [prefix_len, prompt_len) takes.
 
     A suffix group takes every slot from the prefix on (a sliding one only those inside the window); a snapshot
-    group takes the one slot of the last token. Source: legacy_peer.md section 5.
+    group takes the one slot of the last token. Rules: docs/legacy_wire.md section 5.
     """
     tokens = spec.block_granularity
     if spec.transfer_policy != FULL_SUFFIX:
@@ -149,7 +149,7 @@ def _length(slots: range) -> int:
 #
 # A *producer step* is a layer of the target model; the layers behind it (a draft model's) are produced together, as
 # one last step. A chunk completes the blocks that its end has passed; the last one also completes the block that the
-# prompt ends in, and every snapshot. Source of the rules: legacy_peer.md section 9.
+# prompt ends in, and every snapshot. Rules: docs/legacy_wire.md section 9.
 
 
 COUNTER_MODULUS = 2**62

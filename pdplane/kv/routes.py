@@ -2,7 +2,7 @@
 
 Words: a *shard* is one of the `global_extent / local extent` slices of a partitioned field; when there are fewer
 shards than ranks each shard has *replicas*, and only the first replica (the representative) sends it. A rank that
-sends to nobody is a dummy rank. Source of the rules: legacy_peer.md section 7.
+sends to nobody is a dummy rank. Rules: docs/legacy_wire.md section 7.
 """
 
 from __future__ import annotations

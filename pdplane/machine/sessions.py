@@ -3,8 +3,8 @@
 Who owns a session is whoever answers at its address: a native peer is bound only after the data
 connection to the session's address was greeted by the life that the peer's `hello` named.
 A peer without `hello` (a raw or legacy one) is bound at once, but never over another owner. On the legacy channel
-anybody can name any session: a registration that contradicts the one in force ends both, as legacy_peer.md
-section 3 has it, until a good one comes.
+anybody can name any session: a registration that contradicts the one in force ends both until a good one comes. Rules:
+docs/legacy_wire.md section 3.
 """
 
 from __future__ import annotations

@@ -213,8 +213,8 @@ def _read(frames: list[bytes]) -> LegacyStatus:
 
 # ---- A prefill rank of the older generation, played: raw frames of its own, every misbehaviour on demand
 #
-# Source: legacy_peer.md sections 1, 3, 5, 6, 8 and 9. It publishes itself once, hears registrations and offers on one
-# PULL, writes into the arenas that were registered without asking anybody, and reports with five frames or seven.
+# It publishes itself once, takes registrations and offers from one PULL, writes into the registered arenas unasked,
+# and reports with five frames or seven. Rules: docs/legacy_wire.md sections 1, 3, 5, 6, 8 and 9.
 
 
 Write: TypeAlias = Callable[[str, int, npt.NDArray[np.uint8]], None]

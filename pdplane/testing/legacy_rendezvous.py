@@ -1,6 +1,6 @@
 """The rendezvous of the older generation, played: its answers to the letter, its 500s included.
 
-Source: legacy_peer.md section 2. For tests only: it trusts everybody and forgets nothing.
+For tests only: it trusts everybody and forgets nothing. Rules: docs/legacy_wire.md section 2.
 """
 
 from __future__ import annotations

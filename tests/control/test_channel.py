@@ -1,4 +1,4 @@
-"""The ROUTER and the DEALERs with raw peers at the other end. Scenarios S21 and S59."""
+"""The ROUTER and the DEALERs with raw peers at the other end."""
 
 from __future__ import annotations
 

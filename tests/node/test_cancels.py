@@ -1,4 +1,4 @@
-"""A client that leaves, at each arrow of the flow and in bursts: every count returns to its start. S02, S37."""
+"""A client that leaves, at each arrow of the flow and in bursts: every count returns to its start."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_bursts_of_cancels_leave_nothing_behind(daemons: Daemons) -> None:
     assert threading.active_count() <= threads + 2  # the data connection's two ends
 
 
-# ---- blocks that are wanted by too many: S41, S42
+# ---- blocks that are wanted by too many
 
 
 def test_opposite_orders_on_the_two_sides_do_not_lock_up(daemons: Daemons) -> None:

@@ -1,4 +1,4 @@
-"""A node that closes in the middle: bounded, told to the peer, nothing left. S45, S56."""
+"""A node that closes in the middle: bounded, told to the peer, nothing left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGKILL of either daemon at each arrow of the flow: the other one names it, frees its blocks, and serves on. S01."""
+"""SIGKILL of either daemon at each arrow of the flow: the other one names it, frees its blocks, and serves on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages that are none: each must be counted, and change nothing else. Scenario S04."""
+"""Messages that are none: each must be counted, and change nothing else."""
 
 from __future__ import annotations
 

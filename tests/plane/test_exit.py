@@ -1,4 +1,4 @@
-"""A process that ends without closing its plane: soon, with its own exit code, and the peer is told. S56."""
+"""A process that ends without closing its plane: soon, with its own exit code, and the peer is told."""
 
 from __future__ import annotations
 

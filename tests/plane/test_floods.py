@@ -1,4 +1,4 @@
-"""Many rooms that nobody wants, many that end early: bounded, and gone in time. Scenario S15."""
+"""Many rooms that nobody wants, many that end early: bounded, and gone in time."""
 
 from __future__ import annotations
 

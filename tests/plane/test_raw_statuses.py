@@ -1,4 +1,4 @@
-"""What a prefill may say in the wrong order, of another use, or of nothing: scenarios S27 and S52."""
+"""What a prefill may say in the wrong order, of another use, or of nothing."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pdplane.ids import Rank, Room
 from pdplane.messages import Status, StatusCode
 from tests.golden import Case, each, frames, refused
 
-# Rows that the oldest generation's reader accepts and wire.md refuses, with the reason.
+# Rows that the oldest reader accepts and docs/legacy_wire.md section 12 refuses, with the reason.
 STRICTER = {
     "parse_lenient_space": "blanks are not part of the i64 grammar",
     "parse_lenient_underscore": "1_0 is a Python literal, not a decimal",
