@@ -17,6 +17,11 @@ from pdplane.engine.untyped import Cache, evaluate_later, number, quantise_cache
 _CLEAR_EVERY = 256  # tokens after which mlx-lm gives unused memory back
 
 
+def count_chunks(prompt_len: int, step_size: int) -> int:
+    """How many chunks `prefill_chunks` runs for a prompt of that many tokens."""
+    return -(-(prompt_len - 1) // step_size)
+
+
 @attrs.frozen(eq=False)
 class Row:
     """One step's outcome: the greedy token, a scalar array, and the log-probabilities, shape (vocabulary,)."""
@@ -59,10 +64,6 @@ class Forward:
                 mx.clear_cache()
             done += len(chunk)
             yield done
-
-    def count_chunks(self, tokens: Sequence[int]) -> int:
-        """How many chunks `prefill_chunks` will run."""
-        return -(-(len(tokens) - 1) // self.options.prefill_step_size)
 
     def step(self, token: mx.array) -> Row:
         """Start the step of one token, a scalar array that need not be computed yet."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import mlx.core as mx
 
 from pdplane.engine.caches import Leaf
 from pdplane.engine.engine import Engine
-from pdplane.engine.forward import Forward
+from pdplane.engine.forward import Forward, count_chunks
 from pdplane.engine.layout import carried
+from pdplane.engine.model import Prepare
+from pdplane.engine.options import EngineOptions
 from pdplane.engine.pages import Blocks
+from pdplane.engine.prompts import PromptLine
+from pdplane.engine.ranks import RankGroup
 from pdplane.engine.tap import OnStep, Tap
 from pdplane.engine.thread import Job, Turns
 from pdplane.engine.views import Numbers, row_of
@@ -27,7 +32,11 @@ class FirstToken:
 
 
 class PrefillEngine(Engine):
-    """Computes prompts one chunk a turn, so that a cancelled or a short prompt waits for one chunk at most."""
+    """Computes prompts one chunk a turn, in the order of a `PromptLine`."""
+
+    def __init__(self, options: EngineOptions, prepare: Prepare | None = None, group: RankGroup | None = None) -> None:
+        super().__init__(options, prepare, group)
+        self._line: PromptLine[Job[Any]] = PromptLine()
 
     def prefill(
         self,
@@ -52,20 +61,24 @@ class PrefillEngine(Engine):
         self.opened.pages.check(blocks, self.blocks_needed(len(prompt)))
         owned = {group_id: tuple(ids) for group_id, ids in blocks.items()}
         return self.thread.share(
-            lambda: self._turns(prompt, owned, on_step, keep_row=keep_row), key, f"{len(prompt)} tokens"
+            lambda: self._turns(prompt, owned, on_step, keep_row=keep_row),
+            key,
+            f"{len(prompt)} tokens",
+            self._line,
+            count_chunks(len(prompt), self.options.prefill_step_size),
         )
 
     def _turns(self, prompt: tuple[int, ...], blocks: Blocks, on_step: OnStep, *, keep_row: bool) -> Turns[FirstToken]:
         forward = Forward(self.opened.model, self.options)
         tap = Tap(self._leaves_by_step(), self.opened.pages, blocks, on_step, self.options)
-        tap.attach(forward.caches, forward.count_chunks(prompt))
-        for _ in forward.prefill_chunks(prompt, tap.begin):
+        tap.attach(forward.caches, count_chunks(len(prompt), self.options.prefill_step_size))
+        for done in forward.prefill_chunks(prompt, tap.begin):
             tap.end(forward.caches)
-            yield
+            if done < len(prompt) - 1:
+                yield
         row = forward.step(mx.array(prompt[-1]))
         token, logprob = row.wait()
         forward.settle()
-        yield  # a cancelled job writes no more pages
         tap.finish(forward.caches, len(prompt))
         return FirstToken(token, logprob, row_of(row.logprobs) if keep_row else None)
 

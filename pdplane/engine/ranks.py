@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from pdplane.engine.caches import Leaf, describe
 from pdplane.engine.model import Model, load_model
 from pdplane.engine.options import EngineOptions, Progress
+from pdplane.engine.prompts import PromptLine
 from pdplane.engine.thread import EngineThread, Job, Turns
 from pdplane.engine.untyped import quantise_caches
 from pdplane.errors import ConfigError, InternalError
@@ -184,6 +186,7 @@ class _Shared:
     begun: bool = False
     ended: bool = False  # rank 0 has said so
     refusal: str | None = None
+    chunks: int = 1
 
 
 class RankThread(EngineThread):
@@ -196,6 +199,8 @@ class RankThread(EngineThread):
         self._broken: Callable[[str], None] = lambda _reason: None
         self._shared: dict[int, _Shared] = {}
         self._ending = False
+        self._long: SharedJob[Any] | None = None  # rank 0: the job of several chunks that runs
+        self._long_waiting: deque[_Shared] = deque()
 
     def connect(self, tell: Tell, broken: Callable[[str], None]) -> None:
         """How to speak to the other ranks. `broken`: this rank failed a turn alone and cannot go on with the others."""
@@ -216,13 +221,21 @@ class RankThread(EngineThread):
         with self._lock:
             self._shared.pop(key, None)
 
-    def share(self, make_turns: Callable[[], Turns[T]], key: int, mark: str) -> Job[T]:
+    def share(
+        self,
+        make_turns: Callable[[], Turns[T]],
+        key: int,
+        mark: str,
+        line: PromptLine[Job[Any]] | None = None,
+        chunks: int = 1,
+    ) -> Job[T]:
+        """As for one rank; `line` is not used: rank 0 begins a prompt of several chunks when the last one has ended."""
         with self._lock:
             found = self._shared.get(key)
             if self._executor is None or self._closing or self._ending or found is None or found.job is not None:
                 raise InternalError(f"no job can be shared under key {key} now")
             job = SharedJob(make_turns, key, lambda: self._wake(found))
-            found.job = job
+            found.job, found.chunks = job, chunks
             self._active += 1
             job.future.add_done_callback(self._ended)
             job.future.add_done_callback(lambda _: _settle(found.over))
@@ -298,10 +311,24 @@ class RankThread(EngineThread):
                 self._end_here(found)
 
     def _begin(self, found: _Shared) -> None:
-        if not found.begun:
-            found.begun = True
-            for _ in range(_AHEAD):
-                self._lead(found)
+        """Rank 0, under the lock: let a job's turns begin. Of the jobs with several chunks one runs at a time."""
+        if found.begun or found.job is None:
+            return
+        if found.chunks > 1:
+            if self._long is not None and not self._long.future.done():
+                self._long_waiting.append(found)
+                return
+            self._long = found.job
+            found.job.future.add_done_callback(lambda _: self._begin_next())
+        found.begun = True
+        for _ in range(_AHEAD):
+            self._lead(found)
+
+    def _begin_next(self) -> None:
+        with self._lock:
+            self._long = None
+            while self._long is None and self._long_waiting:
+                self._begin(self._long_waiting.popleft())
 
     def _lead(self, found: _Shared) -> None:
         """Rank 0, under the lock: tell the job's next turn, or its end, and queue it here, in one order."""

@@ -2,7 +2,8 @@
 
 MLX streams belong to the thread that made them and a lazy array cannot be evaluated elsewhere, so loading, probing
 and every evaluation happen on this thread. Work comes as generators: each `next` is one turn (one chunk of a prompt,
-one token of a sequence) and the jobs' turns are served first come, first served, which makes a round robin.
+one token of a sequence) and the jobs' turns are served first come, first served, which makes a round robin. Jobs of
+one `PromptLine` share one place in it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from pdplane.engine.prompts import PromptLine
 from pdplane.engine.untyped import clear_streams
 from pdplane.errors import InternalError
 
@@ -37,6 +39,11 @@ class Job(Generic[T]):
     def cancel(self) -> None:
         """Ask the job to end at its next turn; harmless when it has ended. Any thread may call this."""
         self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """`cancel` was called."""
+        return self._cancelled.is_set()
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the job; raises what the job raised, CancelledError, or TimeoutError."""
@@ -101,23 +108,39 @@ class EngineThread:
         """Jobs that were submitted and have not ended."""
         return self._active
 
-    def submit(self, make_turns: Callable[[], Turns[T]]) -> Job[T]:
-        """Queue a job; `make_turns` is called on the MLX thread. Raises InternalError when the thread does not run."""
+    def submit(
+        self, make_turns: Callable[[], Turns[T]], line: PromptLine[Job[Any]] | None = None, chunks: int = 1
+    ) -> Job[T]:
+        """Queue a job; `make_turns` is called on the MLX thread. Raises InternalError when the thread does not run.
+
+        With a `line` its turns come when the line says so; `chunks` is how many it will take.
+        """
         job = Job(make_turns)
         with self._lock:
             if self._executor is None or self._closing:
                 raise InternalError("the engine thread is not running")
             self._active += 1
             job.future.add_done_callback(self._ended)
-            self._schedule(self._executor, job)
+            if line is None:
+                self._schedule(self._executor, job)
+            else:
+                line.add(job, chunks)
+                self._serve(self._executor, line)
         return job
 
-    def share(self, make_turns: Callable[[], Turns[T]], key: int, mark: str) -> Job[T]:
+    def share(
+        self,
+        make_turns: Callable[[], Turns[T]],
+        key: int,
+        mark: str,
+        line: PromptLine[Job[Any]] | None = None,
+        chunks: int = 1,
+    ) -> Job[T]:
         """Queue a job that all ranks of a split model run together under this key; here there is one rank.
 
         `mark` says what the job is about, and must be the same on all ranks.
         """
-        return self.submit(make_turns)
+        return self.submit(make_turns, line, chunks)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run one function on the MLX thread and wait for its result; raises what it raised."""
@@ -150,6 +173,39 @@ class EngineThread:
                     self._schedule(executor, job)
                     return
             wants_more = job._turn(closing=True)
+
+    def _serve(self, executor: ThreadPoolExecutor, line: PromptLine[Job[Any]]) -> None:
+        """Under the lock: queue one turn of a line that has none queued; which job's is decided when it comes."""
+        if line.is_served or not line:
+            return
+        line.is_served = True
+        taken: list[Job[Any]] = []
+        turn = executor.submit(self._take_turn_of_line, executor, line, taken)
+        turn.add_done_callback(lambda turn: self._report(turn, taken[0]))
+
+    def _take_turn_of_line(
+        self, executor: ThreadPoolExecutor, line: PromptLine[Job[Any]], taken: list[Job[Any]]
+    ) -> None:
+        with self._lock:
+            job = line.take()
+        assert job is not None, "a line is served only while a job waits in it"
+        taken.append(job)
+        unfinished: Job[Any] | None = None
+        try:
+            unfinished = job if job._turn(closing=self._closing) else None
+        finally:
+            self._go_on(executor, line, unfinished)
+
+    def _go_on(self, executor: ThreadPoolExecutor, line: PromptLine[Job[Any]], unfinished: Job[Any] | None) -> None:
+        with self._lock:
+            line.is_served = False
+            if unfinished is not None:
+                line.resume(unfinished)
+            if not self._closing:
+                self._serve(executor, line)
+                return
+        while (job := line.take()) is not None:
+            job._turn(closing=True)
 
     def _ended(self, _future: Future[T]) -> None:
         with self._lock:
