@@ -58,16 +58,32 @@ class CodecCase:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure."""
     parser.add_argument(
-        "--model", default="tiny:llama-bf16", help="a model directory, hub id, smollm2 (tiny:llama-bf16)"
+        "--model", default="tiny:llama-bf16", help="the model: a directory, hub id or smollm2 (default: %(default)s)"
     )
     parser.add_argument(
-        "--lengths", type=_lengths, default=_LENGTHS, metavar="N,...", help="prefix tokens (128 to 2048)"
+        "--lengths",
+        type=_lengths,
+        default=_LENGTHS,
+        metavar="N,...",
+        help="tokens of the prefixes (default: 128,256,512,1024,2048)",
     )
-    parser.add_argument("--prefill-step-size", type=int, default=128, metavar="N", help="tokens of one chunk (128)")
-    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="tokens to continue with (16)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of which the fastest counts (3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there; needs matplotlib")
+    parser.add_argument(
+        "--prefill-step-size",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of one chunk of the prompt (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=16, metavar="N", help="tokens to continue with (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="rounds, of which the fastest counts (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures (default: none)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="file for a drawing; needs the extra plot (default: none)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

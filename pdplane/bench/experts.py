@@ -47,13 +47,19 @@ class ExpertCase:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure."""
     parser.add_argument(
-        "--model", default="tiny:qwen3_moe-q4", help="a MoE model directory or hub id (tiny:qwen3_moe-q4)"
+        "--model", default="tiny:qwen3_moe-q4", help="the MoE model: a directory or hub id (default: %(default)s)"
     )
-    parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="of the prompt (256)")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="to generate (64)")
-    parser.add_argument("--capacity", type=int, metavar="N", help="experts a layer in a worker's memory (all)")
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="of which the fastest counts (2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=256, metavar="N", help="tokens of the prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate (default: %(default)s)"
+    )
+    parser.add_argument("--capacity", type=int, metavar="N", help="experts a layer in a worker's memory (default: all)")
+    parser.add_argument(
+        "--rounds", type=int, default=2, metavar="N", help="rounds, of which the fastest counts (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures (default: none)")
 
 
 def run(args: argparse.Namespace) -> int:

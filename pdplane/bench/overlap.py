@@ -23,7 +23,9 @@ from pdplane.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to compute, and how fast the link is."""
-    parser.add_argument("--model", default="tiny:llama@24", help="as for the daemons (tiny:llama@24)")
+    parser.add_argument(
+        "--model", default="tiny:llama@24", help="model, named as for the daemons (default: %(default)s)"
+    )
     numbers = {
         "--prompt-tokens": (512, "length of the prompt"),
         "--rounds": (5, "prompts of each kind, in turns"),
@@ -33,9 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layerwise-interval": (1, "layers that are sent together"),
     }
     for flag, (default, text) in numbers.items():
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} ({default})")
-    parser.add_argument("--kv-bits", type=int, choices=KV_BITS, help="quantise the KV cache")
-    parser.add_argument("--rate", type=float, metavar="MB/S", help="of the link (default: as slow as prefill)")
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    parser.add_argument(
+        "--kv-bits", type=int, choices=KV_BITS, help="bits to which the KV cache is quantised (default: not quantised)"
+    )
+    parser.add_argument("--rate", type=float, metavar="MB/S", help="rate of the link (default: as slow as prefill)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -28,34 +28,83 @@ BLOCKS = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure and how to show it."""
     what = parser.add_argument_group("what")
-    what.add_argument("--transport", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME", help=f"{WAYS}")
     what.add_argument(
-        "--peer", nargs="*", choices=PEERS, default=["raw", "memcpy"], metavar="NAME", help=f"to compare with: {PEERS}"
+        "--transport",
+        nargs="+",
+        choices=WAYS,
+        default=list(WAYS),
+        metavar="NAME",
+        help=f"ways to measure (default: {' '.join(WAYS)})",
     )
-    what.add_argument("--block", nargs="+", type=size, default=list(BLOCKS), metavar="SIZE", help="4KiB to 1MiB")
+    what.add_argument(
+        "--peer",
+        nargs="*",
+        choices=PEERS,
+        default=["raw", "memcpy"],
+        metavar="NAME",
+        help=f"others to compare with, of {', '.join(PEERS)} (default: raw memcpy)",
+    )
+    what.add_argument(
+        "--block",
+        nargs="+",
+        type=size,
+        default=list(BLOCKS),
+        metavar="SIZE",
+        help="block sizes (default: 4KiB 16KiB 64KiB 256KiB 1MiB)",
+    )
     what.add_argument(
         "--arrangement",
         nargs="+",
         choices=ARRANGEMENTS,
         default=["permuted", "adjacent"],
         metavar="NAME",
-        help="permuted: every block of both arenas, at random; sparse: every second one; adjacent: in order",
+        help="order of the blocks: permuted, at random; sparse, every second one; adjacent, in order "
+        "(default: permuted adjacent)",
     )
-    what.add_argument("--bytes", type=size, default=64 << 20, metavar="SIZE", help="of one push (64MiB)")
-    what.add_argument("--rounds", type=count, default=7, metavar="N", help="medians are of so many (7)")
-    what.add_argument("--latency-pushes", type=count, default=200, metavar="N", help="of 64 KiB (200)")
+    what.add_argument(
+        "--bytes", type=size, default="64MiB", metavar="SIZE", help="bytes of one push (default: %(default)s)"
+    )
+    what.add_argument(
+        "--rounds",
+        type=count,
+        default=7,
+        metavar="N",
+        help="rounds, of which the median is taken (default: %(default)s)",
+    )
+    what.add_argument(
+        "--latency-pushes",
+        type=count,
+        default=200,
+        metavar="N",
+        help="pushes of 64KiB whose latency is taken (default: %(default)s)",
+    )
     where = parser.add_argument_group("where")
-    where.add_argument("--arena", choices=("numpy", "mlx"), default="numpy", help="whose memory the bytes land in")
-    where.add_argument("--decode", action="store_true", help="again while the receiver decodes with a tiny MLX model")
-    where.add_argument("--spin", action="store_true", help="again while a Python thread spins in the receiver")
+    where.add_argument(
+        "--arena",
+        choices=("numpy", "mlx"),
+        default="numpy",
+        help="library in whose memory the bytes land (default: %(default)s)",
+    )
+    where.add_argument(
+        "--decode", action="store_true", help="measure again while the receiver decodes with a tiny MLX model"
+    )
+    where.add_argument("--spin", action="store_true", help="measure again while a Python thread spins in the receiver")
     how = parser.add_argument_group("how")
-    how.add_argument("--streams", type=count, default=1, metavar="N")
-    how.add_argument("--socket-buffer", type=size, metavar="SIZE")
-    how.add_argument("--segment-bytes", type=size, metavar="SIZE")
-    how.add_argument("--checksum", choices=[XXH3])
+    how.add_argument(
+        "--streams",
+        type=count,
+        default=1,
+        metavar="N",
+        help="connections over which large pushes are striped (default: %(default)s)",
+    )
+    how.add_argument(
+        "--socket-buffer", type=size, metavar="SIZE", help="buffer of each data socket (default: the daemons')"
+    )
+    how.add_argument("--segment-bytes", type=size, metavar="SIZE", help="largest segment (default: the daemons')")
+    how.add_argument("--checksum", choices=[XXH3], help="checksum of each segment (default: none)")
     show = parser.add_argument_group("show")
     show.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    show.add_argument("--plot", metavar="FILE.png", help="draw the rates too (extra: plot)")
+    show.add_argument("--plot", metavar="FILE.png", help="file for a drawing; needs the extra plot (default: none)")
 
 
 def run(args: argparse.Namespace) -> int:

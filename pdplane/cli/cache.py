@@ -44,21 +44,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="send: have one worker save the prefix's cache, hand it to another one and continue there; "
         "run: send the tokens of prefix and query instead",
     )  # fmt: skip
-    parser.add_argument("--to", type=endpoint, required=True, metavar="HOST:PORT", help="the worker that continues")
+    parser.add_argument("--to", type=endpoint, required=True, metavar="HOST:PORT", help="worker that continues")
     parser.add_argument(
-        "--from", dest="source", type=endpoint, metavar="HOST:PORT", help="send: who saves the cache (--to)"
+        "--from",
+        dest="source",
+        type=endpoint,
+        metavar="HOST:PORT",
+        help="worker that saves the cache, for send (default: that of --to)",
     )
-    parser.add_argument("--model", help="whose tokenizer reads the texts; not needed with --prefix-ids and --query-ids")
+    parser.add_argument("--model", help="model whose tokenizer reads the texts (default: none; ids need none)")
     prefix = parser.add_mutually_exclusive_group(required=True)
-    prefix.add_argument("--prefix", help="the text before the query; @FILE reads it from a file")
-    prefix.add_argument("--prefix-ids", type=token_ids, metavar="N,N,...", help="its token ids instead")
+    prefix.add_argument("--prefix", help="text before the query; @FILE reads it from a file")
+    prefix.add_argument("--prefix-ids", type=token_ids, metavar="N,N,...", help="token ids before the query")
     query = parser.add_mutually_exclusive_group(required=True)
-    query.add_argument("--query", help="the text after the prefix")
-    query.add_argument("--query-ids", type=token_ids, metavar="N,N,...", help="its token ids instead")
-    parser.add_argument("--document-id", default="?", help="a name that travels with the cache")
-    parser.add_argument("--codec", default="none", help="none, zlib, lz4, zstd, bp-zstd; lossy: q8, q4 (none)")
-    parser.add_argument("--max-tokens", type=count, default=48, metavar="N", help="longest answer (48)")
-    parser.add_argument("--timeout", type=duration, default=120.0, metavar="TIME", help="for each call (2m)")
+    query.add_argument("--query", help="text after the prefix")
+    query.add_argument("--query-ids", type=token_ids, metavar="N,N,...", help="token ids after the prefix")
+    parser.add_argument("--document-id", default="?", help="name that travels with the cache (default: %(default)s)")
+    parser.add_argument(
+        "--codec",
+        default="none",
+        help="packing of the cache: none, zlib, lz4, zstd, bp-zstd, or with loss q8, q4 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=count, default=48, metavar="N", help="longest answer in tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=duration,
+        default="2m",
+        metavar="TIME",
+        help="longest time for each call (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print everything that was measured")
 
 

@@ -6,8 +6,9 @@ import argparse
 import logging
 
 from pdplane.cli.daemon import mlx_needed
+from pdplane.cli.flags import add_number_flags
 from pdplane.cli.worker_life import add_worker_flags, run_worker
-from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, EngineOptions
+from pdplane.engine.options import EngineOptions
 from pdplane.ids import Endpoint
 from pdplane.options import count, duration, port, size
 from pdplane.plane.config import is_loopback
@@ -17,19 +18,55 @@ logger = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument("--model", required=True, help="a model directory, hub id, .gguf file, smollm2 or tiny:FAMILY")
-    parser.add_argument("--port", type=port, required=True, help="where it listens; 0: a free one")
-    parser.add_argument("--host", default="127.0.0.1", help="where it listens (127.0.0.1); the protocol has no secret")
-    parser.add_argument("--prefill-step-size", type=count, default=2048, metavar="N", help="tokens of one prompt chunk")
-    parser.add_argument("--kv-bits", type=int, choices=KV_BITS, help="quantise the KV cache")
-    parser.add_argument("--kv-group-size", type=int, choices=KV_GROUP_SIZES, default=64)
-    parser.add_argument("--seed", type=int, default=0, help="of the tiny random models")
+    parser.add_argument(
+        "--model", required=True, help="the model: a directory, hub id, .gguf file, smollm2 or tiny:FAMILY"
+    )
+    parser.add_argument("--port", type=port, required=True, help="port on which the worker listens; 0 takes a free one")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address on which the worker listens; the protocol has no secret (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prefill-step-size",
+        type=count,
+        default=2048,
+        metavar="N",
+        help="tokens of one chunk of the prompt (default: %(default)s)",
+    )
+    add_number_flags(parser)
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-payload", type=size, default=1 << 30, metavar="SIZE", help="of one frame (1GiB)")
-    limits.add_argument("--max-expanded", type=size, default=2 << 30, metavar="SIZE", help="of a cache unpacked (2GiB)")
-    limits.add_argument("--max-connections", type=count, default=64, metavar="N", help="at once (64)")
-    limits.add_argument("--stall-timeout", type=duration, default=30.0, metavar="TIME", help="inside a frame (30s)")
-    limits.add_argument("--remote-shutdown", action="store_true", help="clients of other machines may end it too")
+    limits.add_argument(
+        "--max-payload",
+        type=size,
+        default="1GiB",
+        metavar="SIZE",
+        help="largest frame that is taken (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--max-expanded",
+        type=size,
+        default="2GiB",
+        metavar="SIZE",
+        help="largest cache once it is unpacked (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--max-connections",
+        type=count,
+        default=64,
+        metavar="N",
+        help="connections that are served at once (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--stall-timeout",
+        type=duration,
+        default="30s",
+        metavar="TIME",
+        help="longest silence inside a frame (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--remote-shutdown", action="store_true", help="let clients on other machines end the worker too"
+    )
     add_worker_flags(parser)
 
 

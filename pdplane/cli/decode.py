@@ -32,19 +32,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_daemon_flags(parser, http_port=8200)
     add_expert_flags(parser)
     own = parser.add_argument_group("decode")
-    own.add_argument("--data-port", type=port, default=0, help="where prefill daemons push the cache (a free one)")
-    own.add_argument("--status-port", type=port, default=0, help="where legacy prefill ranks report (a free one)")
+    own.add_argument(
+        "--data-port", type=port, default=0, help="port to which prefill daemons push the cache (default: a free one)"
+    )
+    own.add_argument(
+        "--status-port", type=port, default=0, help="port to which legacy prefill ranks report (default: a free one)"
+    )
     own.add_argument(
         "--quarantine-timeout",
         type=duration,
-        default=300.0,
+        default="300s",
         metavar="TIME",
-        help="how long a failed room's blocks stay unused while a legacy rank may still write to them (300s)",
+        help="time for which a failed room's blocks stay unused while a legacy rank may still write there "
+        "(default: %(default)s)",
     )
     own.add_argument(
         "--exact",
         action="store_true",
-        help="accepted so that both command lines can be alike; the prefill daemon's flag decides",
+        help="change nothing here, so that both command lines can be alike; prefill's flag decides",
     )
 
 

@@ -42,9 +42,19 @@ _TERMINATED = 128 + signal.SIGTERM
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument("--model", default=REAL, help=f"as for the daemons ({REAL}; {FALLBACK} if that cannot be had)")
-    parser.add_argument("--prompt", default=PROMPT, help="what to ask; through the model's chat template if it has one")
-    parser.add_argument("--max-tokens", type=count, default=64, metavar="N", help="longest answer (64)")
+    parser.add_argument(
+        "--model",
+        default=REAL,
+        help=f"model, named as for the daemons (default: %(default)s, or {FALLBACK} if that cannot be had)",
+    )
+    parser.add_argument(
+        "--prompt",
+        default=PROMPT,
+        help="question, put through the model's chat template if it has one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=count, default=64, metavar="N", help="longest answer in tokens (default: %(default)s)"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens, whatever the model says")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text and the table")
 

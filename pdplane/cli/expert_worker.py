@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pdplane.cli.daemon import mlx_needed
+from pdplane.cli.flags import add_seed_flag
 from pdplane.cli.worker_life import add_worker_flags, run_worker
 from pdplane.options import count, duration, endpoint, size
 from pdplane.workers.experts.tx1 import Tx1Limits, Tx1Token
@@ -12,20 +13,63 @@ from pdplane.workers.experts.tx1 import Tx1Limits, Tx1Token
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument("--model", required=True, help="a MoE model directory, hub id or tiny:FAMILY")
-    parser.add_argument("--listen", type=endpoint, required=True, metavar="HOST:PORT", help="port 0: a free one")
+    parser.add_argument("--model", required=True, help="the MoE model: a directory, hub id or tiny:FAMILY")
     parser.add_argument(
-        "--token-file", required=True, metavar="FILE", help="what coordinators must know; mode 600, 16 bytes or more"
+        "--listen",
+        type=endpoint,
+        required=True,
+        metavar="HOST:PORT",
+        help="address on which the worker listens; port 0 takes a free one",
     )
-    parser.add_argument("--allow", metavar="CIDR,...", default="", help="only these addresses or ranges")
-    parser.add_argument("--capacity", type=count, metavar="N", help="experts a layer in memory (all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the tiny random models")
+    parser.add_argument(
+        "--token-file",
+        required=True,
+        metavar="FILE",
+        help="file with the token that coordinators must know; mode 600, 16 bytes or more",
+    )
+    parser.add_argument(
+        "--allow", metavar="CIDR,...", default="", help="addresses or ranges that may connect (default: all)"
+    )
+    parser.add_argument(
+        "--capacity", type=count, metavar="N", help="experts a layer that are kept in memory (default: all)"
+    )
+    add_seed_flag(parser)
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-payload", type=size, default=256 << 20, metavar="SIZE", help="of one frame (256MiB)")
-    limits.add_argument("--max-connections", type=count, default=32, metavar="N", help="at once (32)")
-    limits.add_argument("--handshake-timeout", type=duration, default=5.0, metavar="TIME", help="in all (5s)")
-    limits.add_argument("--stall-timeout", type=duration, default=30.0, metavar="TIME", help="inside a frame (30s)")
-    limits.add_argument("--idle-timeout", type=duration, default=600.0, metavar="TIME", help="between requests (600s)")
+    limits.add_argument(
+        "--max-payload",
+        type=size,
+        default="256MiB",
+        metavar="SIZE",
+        help="largest frame that is taken (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--max-connections",
+        type=count,
+        default=32,
+        metavar="N",
+        help="connections that are served at once (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--handshake-timeout",
+        type=duration,
+        default="5s",
+        metavar="TIME",
+        help="longest time for a handshake (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--stall-timeout",
+        type=duration,
+        default="30s",
+        metavar="TIME",
+        help="longest silence inside a frame (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--idle-timeout",
+        type=duration,
+        default="600s",
+        metavar="TIME",
+        help="longest rest between two requests (default: %(default)s)",
+    )
     add_worker_flags(parser)
 
 

@@ -25,13 +25,33 @@ def endpoints(text: str) -> list[Endpoint]:
 def add_expert_flags(parser: argparse.ArgumentParser) -> None:
     """`--experts` and what belongs to it."""
     experts = parser.add_argument_group("remote experts of a MoE model")
-    experts.add_argument("--experts", type=endpoints, metavar="HOST:PORT,...", help="run them on these expert workers")
-    experts.add_argument("--expert-token-file", metavar="FILE", help="the workers' token; mode 600")
-    experts.add_argument("--expert-timeout", type=duration, default=30.0, metavar="TIME", help="for an answer (30s)")
+    experts.add_argument(
+        "--experts",
+        type=endpoints,
+        metavar="HOST:PORT,...",
+        help="expert workers that run the model's experts (default: run them here)",
+    )
+    experts.add_argument(
+        "--expert-token-file",
+        metavar="FILE",
+        help="file with the workers' token, mode 600 (default: none; --experts needs one)",
+    )
+    experts.add_argument(
+        "--expert-timeout",
+        type=duration,
+        default="30s",
+        metavar="TIME",
+        help="longest wait for a worker's answer (default: %(default)s)",
+    )
     experts.add_argument(
         "--experts-local", action="store_true", help="read and run experts here when no worker is left"
     )
-    experts.add_argument("--experts-local-capacity", type=count, metavar="N", help="experts a layer here then (all)")
+    experts.add_argument(
+        "--experts-local-capacity",
+        type=count,
+        metavar="N",
+        help="experts a layer that are then kept in memory here (default: all)",
+    )
 
 
 @contextmanager

@@ -40,61 +40,147 @@ def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     model.add_argument(
         "--model",
         required=True,
-        help="an mlx-lm model directory, a hub id, a .gguf file, smollm2, tiny:FAMILY (a tiny random model), "
+        help="the model: an mlx-lm directory, a hub id, a .gguf file, smollm2, tiny:FAMILY (a tiny random model), "
         f"or {TOY} (hashes instead of a model, needs no MLX)",
     )
-    model.add_argument("--prefill-step-size", type=count, default=2048, metavar="N", help="tokens of one prompt chunk")
-    model.add_argument("--block-tokens", type=count, default=16, metavar="N", help="tokens of one cache block")
-    model.add_argument("--arena-bytes", type=size, default=1 << 30, metavar="SIZE", help="size of the cache (1GiB)")
+    model.add_argument(
+        "--prefill-step-size",
+        type=count,
+        default=2048,
+        metavar="N",
+        help="tokens of one chunk of the prompt (default: %(default)s)",
+    )
+    model.add_argument(
+        "--block-tokens", type=count, default=16, metavar="N", help="tokens of one cache block (default: %(default)s)"
+    )
+    model.add_argument(
+        "--arena-bytes",
+        type=size,
+        default="1GiB",
+        metavar="SIZE",
+        help="size of the arena, which holds the caches on their way (default: %(default)s)",
+    )
     model.add_argument(
         "--page-layout",
         choices=PAGE_LAYOUTS,
         default="hnd",
-        help="hnd moves every cache; nhd is what legacy engines publish (hnd)",
+        help="order of a page's values: hnd for every cache, nhd as legacy engines publish it (default: %(default)s)",
     )
     model.add_argument(
         "--layerwise-interval",
         type=whole,
         default=1,
         metavar="N",
-        help="layers that prefill sends together while it computes the next ones (1); 0: all of them at the end",
+        help="layers that prefill sends together while it computes the next ones; 0 sends all at the end "
+        "(default: %(default)s)",
     )
-    model.add_argument("--kv-bits", type=int, choices=KV_BITS, help="quantise the KV cache")
-    model.add_argument("--kv-group-size", type=int, choices=KV_GROUP_SIZES, default=64)
-    model.add_argument("--seed", type=int, default=0, help="of the tiny random models")
+    add_number_flags(model)
     return model
 
 
 def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None:
     """Everything that `pdplane prefill` and `pdplane decode` have in common."""
     model = add_model_flags(parser)
-    model.add_argument("--served-model-name", metavar="NAME", help="the name in /v1/models (default: --model)")
+    model.add_argument(
+        "--served-model-name", metavar="NAME", help="name of the model in /v1/models (default: that of --model)"
+    )
     addresses = parser.add_argument_group("addresses")
-    addresses.add_argument("--host", default="127.0.0.1", help="where every socket listens (127.0.0.1)")
-    addresses.add_argument("--advertise-host", metavar="HOST", help="what peers are told instead of --host")
-    addresses.add_argument("--port", type=port, default=http_port, help=f"of the HTTP API ({http_port}); 0: a free one")
-    addresses.add_argument("--bootstrap-port", type=port, default=8998, help="of the rendezvous (8998)")
+    addresses.add_argument(
+        "--host", default="127.0.0.1", help="address on which every socket listens (default: %(default)s)"
+    )
+    addresses.add_argument(
+        "--advertise-host", metavar="HOST", help="address that peers are told (default: that of --host)"
+    )
+    addresses.add_argument(
+        "--port", type=port, default=http_port, help="port of the HTTP API; 0 takes a free one (default: %(default)s)"
+    )
+    addresses.add_argument(
+        "--bootstrap-port",
+        type=port,
+        default=8998,
+        help="port of prefill's rendezvous; 0 takes a free one (default: %(default)s)",
+    )
     peers = parser.add_argument_group("peers")
     peers.add_argument(
-        "--secret-file", metavar="FILE", help="a secret that all daemons share: encrypts and authenticates"
+        "--secret-file",
+        metavar="FILE",
+        help="file with the secret by which all daemons encrypt control and know each other (default: no secret)",
     )
     _add_legacy_flags(parser.add_argument_group("peers of the older generation"))
     peers.add_argument(
-        "--bootstrap-timeout", type=duration, default=120.0, metavar="TIME", help="to meet the peer (120s)"
+        "--bootstrap-timeout",
+        type=duration,
+        default="120s",
+        metavar="TIME",
+        help="longest wait for the peer's half of a request (default: %(default)s)",
     )
-    peers.add_argument("--waiting-timeout", type=duration, default=300.0, metavar="TIME", help="for the cache (300s)")
-    peers.add_argument("--ping-interval", type=duration, default=2.0, metavar="TIME", help="three missed: gone (2s)")
+    peers.add_argument(
+        "--waiting-timeout",
+        type=duration,
+        default="300s",
+        metavar="TIME",
+        help="longest wait for the whole cache (default: %(default)s)",
+    )
+    peers.add_argument(
+        "--ping-interval",
+        type=duration,
+        default="2s",
+        metavar="TIME",
+        help="time between two pings; a peer that misses three is lost (default: %(default)s)",
+    )
     _add_transport_flags(parser.add_argument_group("moving the cache"))
     limits = parser.add_argument_group("running")
-    limits.add_argument("--max-waiting", type=count, default=256, metavar="N", help="requests in line for blocks (256)")
     limits.add_argument(
-        "--drain-timeout", type=duration, default=30.0, metavar="TIME", help="for running requests at the end (30s)"
+        "--max-waiting",
+        type=count,
+        default=256,
+        metavar="N",
+        help="requests that may stand in line for blocks (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--drain-timeout",
+        type=duration,
+        default="30s",
+        metavar="TIME",
+        help="time that running requests have when the daemon is told to stop (default: %(default)s)",
     )
     limits.add_argument(
         "--exit-with-parent", action="store_true", help="end when standard input, a pipe from the parent, ends"
     )
-    limits.add_argument("--log-level", choices=LEVELS, default="info")
-    limits.add_argument("--log-json", action="store_true", help="log JSON objects")
+    add_log_flags(limits)
+
+
+def add_number_flags(model: argparse._ActionsContainer) -> None:
+    """How numbers are stored in the cache, and the seed of models that are made on the spot."""
+    model.add_argument(
+        "--kv-bits", type=int, choices=KV_BITS, help="bits to which the KV cache is quantised (default: not quantised)"
+    )
+    model.add_argument(
+        "--kv-group-size",
+        type=int,
+        choices=KV_GROUP_SIZES,
+        default=64,
+        help="values that share one scale in a quantised KV cache (default: %(default)s)",
+    )
+    add_seed_flag(model)
+
+
+def add_seed_flag(model: argparse._ActionsContainer) -> None:
+    """The seed of tiny models."""
+    model.add_argument(
+        "--seed", type=int, default=0, help="seed of a tiny random model's weights (default: %(default)s)"
+    )
+
+
+def add_log_flags(running: argparse._ActionsContainer) -> None:
+    """What goes to standard error, and how."""
+    running.add_argument(
+        "--log-level",
+        choices=LEVELS,
+        default="info",
+        help="least severe messages that are logged (default: %(default)s)",
+    )
+    running.add_argument("--log-json", action="store_true", help="log JSON objects instead of lines")
 
 
 def _add_transport_flags(data: argparse._ArgumentGroup) -> None:
@@ -102,22 +188,26 @@ def _add_transport_flags(data: argparse._ArgumentGroup) -> None:
         "--transport",
         default="auto",
         metavar="NAME",
-        help="tcp; unix or pull when the peer is on this host and agrees, else tcp; auto: the shortest of these; "
-        "mooncake writes one-sided (auto)",
+        help="how the cache travels: tcp; unix or pull when the peer is on this host and agrees, else tcp; "
+        "auto: the shortest of these; mooncake writes one-sided (default: %(default)s)",
     )
     data.add_argument(
-        "--streams", type=count, default=1, metavar="N", help="connections to stripe large pushes over (1)"
+        "--streams",
+        type=count,
+        default=1,
+        metavar="N",
+        help="connections over which large pushes are striped (default: %(default)s)",
     )
     data.add_argument(
         "--socket-buffer",
         type=size,
         metavar="SIZE",
-        help="of each data socket (256KiB on one host, else the kernel's own choice)",
+        help="buffer of each data socket (default: 256KiB on one host, else the kernel's own choice)",
     )
     data.add_argument(
         "--checksum",
         choices=[XXH3],
-        help="prefill adds it to each segment; decode demands and verifies it before it acknowledges",
+        help="checksum that prefill adds to each segment and decode demands and verifies (default: none)",
     )
 
 
@@ -126,11 +216,22 @@ def _add_legacy_flags(legacy: argparse._ArgumentGroup) -> None:
         "--legacy",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="speak with them too (yes, but not with --secret-file, which they cannot prove to know)",
+        help="serve them too (default: unless --secret-file is given, since they cannot prove that they know it)",
     )
-    legacy.add_argument("--legacy-transport", metavar="NAME", help="theirs is mooncake (default: --transport)")
-    legacy.add_argument("--mooncake-protocol", choices=MOONCAKE_PROTOCOLS, default="tcp")
-    legacy.add_argument("--mooncake-device", default="", metavar="NAME", help="the RDMA device (Mooncake chooses)")
+    legacy.add_argument(
+        "--legacy-transport",
+        metavar="NAME",
+        help="how their caches travel; theirs is mooncake (default: as --transport)",
+    )
+    legacy.add_argument(
+        "--mooncake-protocol",
+        choices=MOONCAKE_PROTOCOLS,
+        default="tcp",
+        help="protocol that Mooncake uses (default: %(default)s)",
+    )
+    legacy.add_argument(
+        "--mooncake-device", default="", metavar="NAME", help="RDMA device that Mooncake uses (default: its own choice)"
+    )
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:

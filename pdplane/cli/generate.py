@@ -54,13 +54,21 @@ class Wanted:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     parser.add_argument("prompt", help="the text to continue; - reads it from standard input")
-    parser.add_argument("--prefill", type=url, metavar="URL", help="of the prefill daemon")
-    parser.add_argument("--decode", type=url, metavar="URL", help="of the decode daemon")
-    parser.add_argument("--model", help="run this model here instead of asking a pair of daemons")
-    parser.add_argument("--max-tokens", type=count, metavar="N", help="longest answer")
+    parser.add_argument("--prefill", type=url, metavar="URL", help="HTTP address of the prefill daemon (default: none)")
+    parser.add_argument("--decode", type=url, metavar="URL", help="HTTP address of the decode daemon (default: none)")
+    parser.add_argument("--model", help="model to run here instead of asking a pair of daemons (default: none)")
+    parser.add_argument(
+        "--max-tokens", type=count, metavar="N", help="longest answer in tokens (default: the server's own choice)"
+    )
     parser.add_argument("--chat", action="store_true", help="ask through the model's chat template")
-    parser.add_argument("--room", type=room, help="of the pair (a fresh random one)")
-    parser.add_argument("--timeout", type=duration, default=600.0, metavar="TIME", help="for everything (10m)")
+    parser.add_argument("--room", type=room, help="number of the room (default: a fresh random one)")
+    parser.add_argument(
+        "--timeout",
+        type=duration,
+        default="10m",
+        metavar="TIME",
+        help="longest time for the whole answer (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
     add_expert_flags(parser)
 

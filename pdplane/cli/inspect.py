@@ -211,10 +211,16 @@ Exit code 1 when a message was wrong.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where messages come from, and how they are printed."""
     parser.epilog = _FORMAT
-    parser.add_argument("file", nargs="?", default="-", help="hex lines; standard input when absent or -")
-    parser.add_argument("--tap", metavar="URL", help="bind a PULL there, such as tcp://127.0.0.1:4000, and listen")
-    parser.add_argument("--count", type=count, metavar="N", help="end after so many messages")
-    parser.add_argument("--kind", choices=KINDS, help="do not guess")
+    parser.add_argument(
+        "file", nargs="?", default="-", help="file of hex lines; - is standard input (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tap",
+        metavar="URL",
+        help="address of a PULL to bind, such as tcp://127.0.0.1:4000 (default: none, read the file)",
+    )
+    parser.add_argument("--count", type=count, metavar="N", help="messages after which it ends (default: no limit)")
+    parser.add_argument("--kind", choices=KINDS, help="kind that every message is taken for (default: guessed)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a message")
 
 

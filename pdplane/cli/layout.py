@@ -16,9 +16,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The daemons' model flags, and what to print."""
     add_model_flags(parser)
     wanted = parser.add_argument_group("layout")
-    wanted.add_argument("--tp-size", type=count, default=1, metavar="N", help="of one rank among N (1)")
-    wanted.add_argument("--arena-blocks", type=count, metavar="N", help="so many parents instead of --arena-bytes")
-    wanted.add_argument("--pretty", action="store_true", help="indent it; without this it is the wire's very bytes")
+    wanted.add_argument(
+        "--tp-size",
+        type=count,
+        default=1,
+        metavar="N",
+        help="ranks over which the model is split; prints one of them (default: %(default)s)",
+    )
+    wanted.add_argument(
+        "--arena-blocks", type=count, metavar="N", help="parents of the arena (default: as many as --arena-bytes hold)"
+    )
+    wanted.add_argument(
+        "--pretty", action="store_true", help="indent the JSON; without this it has the wire's very bytes"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

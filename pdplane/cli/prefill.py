@@ -30,9 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_daemon_flags(parser, http_port=8100)
     add_expert_flags(parser)
     own = parser.add_argument_group("prefill")
-    own.add_argument("--control-port", type=port, default=0, help="of the ZeroMQ channel (a free one)")
-    own.add_argument("--legacy-port", type=port, default=0, help="where legacy decode ranks push to (a free one)")
-    own.add_argument("--rendezvous", type=endpoint, metavar="HOST:PORT", help="register there instead of serving one")
+    own.add_argument("--control-port", type=port, default=0, help="port of the ZeroMQ channel (default: a free one)")
+    own.add_argument(
+        "--legacy-port", type=port, default=0, help="port to which legacy decode ranks push (default: a free one)"
+    )
+    own.add_argument(
+        "--rendezvous",
+        type=endpoint,
+        metavar="HOST:PORT",
+        help="rendezvous at which to register (default: serve one here)",
+    )
     own.add_argument("--exact", action="store_true", help="refuse a decode whose last bits could differ")
 
 

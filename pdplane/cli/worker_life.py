@@ -11,7 +11,8 @@ from typing import Protocol
 import attrs
 from aiohttp import web
 
-from pdplane.cli.process import LEVELS, StopSignal, exit_with_parent, set_up_logging
+from pdplane.cli.flags import add_log_flags
+from pdplane.cli.process import StopSignal, exit_with_parent, set_up_logging
 from pdplane.control.http_thread import HttpThread
 from pdplane.ids import Endpoint
 from pdplane.options import port
@@ -39,11 +40,12 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
         "--http-port",
         type=port,
         metavar="PORT",
-        help="also serve /health, /statistics and /metrics on this loopback port",
+        help="loopback port on which /health, /statistics and /metrics are served (default: none)",
     )
-    running.add_argument("--exit-with-parent", action="store_true", help="end when standard input, a pipe, ends")
-    running.add_argument("--log-level", choices=LEVELS, default="info")
-    running.add_argument("--log-json", action="store_true", help="log JSON objects")
+    running.add_argument(
+        "--exit-with-parent", action="store_true", help="end when standard input, a pipe from the parent, ends"
+    )
+    add_log_flags(running)
 
 
 def run_worker(role: str, worker: Worker, args: argparse.Namespace, model: Callable[[], str]) -> int:

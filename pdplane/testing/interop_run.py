@@ -115,37 +115,94 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m pdplane.testing.interop_peer",
         description="One rank of one side, with synthetic pages and no model; events as JSON lines on stdout.",
     )
-    parser.add_argument("role", choices=ROLES)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--protocol", default="tcp", help="Mooncake's: tcp or rdma")
-    parser.add_argument("--transport", default="mooncake", help="mooncake, or one of our own: auto, tcp, unix, pull")
-    parser.add_argument("--channel", choices=CHANNELS, default="legacy")
-    parser.add_argument("--bootstrap-port", type=int, default=18998)
-    parser.add_argument("--serve-bootstrap", action="store_true", help="prefill: run the rendezvous too")
-    parser.add_argument("--bootstrap", type=Endpoint.parse, metavar="HOST:PORT")
-    parser.add_argument("--wait-bootstrap", type=float, default=20.0, metavar="S")
-    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="full_attention")
-    parser.add_argument("--layout-file", metavar="JSON")
-    parser.add_argument("--arena-blocks", type=int, default=63, metavar="N")
-    parser.add_argument("--tp-size", type=int, default=1)
-    parser.add_argument("--tp-rank", type=int, default=0)
-    parser.add_argument("--dp-size", type=int, default=1)
-    parser.add_argument("--dp-rank", type=int, default=0)
-    parser.add_argument("--reduce-port", type=int, default=0, help="the ranks of one side agree on each poll here")
-    parser.add_argument("--rooms", type=_rooms, default=(Room(1),), metavar="N,N")
-    parser.add_argument("--prompt-len", type=int, default=22)
-    parser.add_argument("--prefix-len", type=int, default=0, help="decode: tokens that it holds already")
-    parser.add_argument("--token", type=int, default=1234, help="prefill: the first token")
-    parser.add_argument("--spec", type=_integers, default=(), metavar="N,N", help="prefill: speculative candidates")
-    parser.add_argument("--layerwise-interval", type=int, default=0, metavar="N", help="0: everything at once")
-    parser.add_argument("--target-layers", type=int, default=0, metavar="N", help="0: all")
-    parser.add_argument("--chunk", type=int, default=0, metavar="N", help="0: the whole prompt")
-    parser.add_argument("--chunk-start", type=int, default=0, metavar="N")
-    parser.add_argument("--abort", type=int, default=-1, metavar="ROOM", help="prefill: give this room up")
-    parser.add_argument("--expect", choices=OUTCOMES, default="success")
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="S")
-    parser.add_argument("--linger", type=float, default=0.3, metavar="S")
-    parser.add_argument("--log-level", default="ERROR")
+    parser.add_argument("role", choices=ROLES, help="side that is played; bootstrap is the rendezvous alone")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address on which everything listens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--protocol", default="tcp", help="protocol that Mooncake uses, tcp or rdma (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--transport",
+        default="mooncake",
+        help="how pages travel: mooncake, or one of ours: auto, tcp, unix, pull (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--channel", choices=CHANNELS, default="legacy", help="generation of the control channel (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--bootstrap-port", type=int, default=18998, help="port of the rendezvous (default: %(default)s)"
+    )
+    parser.add_argument("--serve-bootstrap", action="store_true", help="run the rendezvous too, on prefill")
+    parser.add_argument(
+        "--bootstrap",
+        type=Endpoint.parse,
+        metavar="HOST:PORT",
+        help="rendezvous (default: --host with --bootstrap-port)",
+    )
+    parser.add_argument(
+        "--wait-bootstrap",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="longest wait for the rendezvous (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--layout", choices=sorted(LAYOUTS), default="full_attention", help="layout, by its name (default: %(default)s)"
+    )
+    parser.add_argument("--layout-file", metavar="JSON", help="file with a layout (default: that of --layout)")
+    parser.add_argument(
+        "--arena-blocks", type=int, default=63, metavar="N", help="parents of the arena (default: %(default)s)"
+    )
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks of this side (default: %(default)s)")
+    parser.add_argument("--tp-rank", type=int, default=0, help="number of this rank (default: %(default)s)")
+    parser.add_argument("--dp-size", type=int, default=1, help="data-parallel groups of prefill (default: %(default)s)")
+    parser.add_argument(
+        "--dp-rank", type=int, default=0, help="data-parallel group of this rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--reduce-port", type=int, default=0, help="port at which the ranks of one side agree (default: they do not)"
+    )
+    parser.add_argument("--rooms", type=_rooms, default=(Room(1),), metavar="N,N", help="rooms to run (default: 1)")
+    parser.add_argument("--prompt-len", type=int, default=22, help="tokens of the prompt (default: %(default)s)")
+    parser.add_argument(
+        "--prefix-len", type=int, default=0, help="tokens that decode has already (default: %(default)s)"
+    )
+    parser.add_argument("--token", type=int, default=1234, help="first token, from prefill (default: %(default)s)")
+    parser.add_argument(
+        "--spec", type=_integers, default=(), metavar="N,N", help="speculative candidates, from prefill (default: none)"
+    )
+    parser.add_argument(
+        "--layerwise-interval", type=int, default=0, metavar="N", help="layers that are sent together (default: all)"
+    )
+    parser.add_argument(
+        "--target-layers", type=int, default=0, metavar="N", help="layers of the target model (default: all)"
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=0, metavar="N", help="tokens of one chunk (default: the whole prompt)"
+    )
+    parser.add_argument(
+        "--chunk-start", type=int, default=0, metavar="N", help="first token of the first chunk (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--abort", type=int, default=-1, metavar="ROOM", help="room that prefill gives up (default: none)"
+    )
+    parser.add_argument(
+        "--expect", choices=OUTCOMES, default="success", help="end of every room for exit code 0 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, metavar="S", help="longest wait for the rooms (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--linger",
+        type=float,
+        default=0.3,
+        metavar="S",
+        help="time between the last room and the end (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log-level", default="ERROR", help="least severe messages that are logged (default: %(default)s)"
+    )
     return parser
 
 
