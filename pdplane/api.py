@@ -1,4 +1,4 @@
-"""What serving sees of a node, and what a node needs of an engine and its tokenizer.
+"""What serving uses of a node, and what a node needs of an engine and its tokenizer.
 
 Nothing here knows MLX, sockets or HTTP. The two daemons of `node` and the plain-Python nodes of the serving tests
 implement the first half; the MLX engine and `pdplane.toy.engine` implement the second.
@@ -198,10 +198,10 @@ class Node(Protocol):
         """The engine's tokenizer."""
 
     def info(self) -> dict[str, Any]:
-        """Addresses and sizes, JSON-able."""
+        """Return addresses and sizes, JSON-able."""
 
     def statistics(self) -> dict[str, Any]:
-        """Every count, JSON-able; nested dictionaries of numbers.
+        """Return every count, JSON-able; nested dictionaries of numbers.
 
         Asks the node's threads, so it may block for a moment. Raises LocalProtocolError before `start`, InternalError
         when they do not answer.
@@ -235,10 +235,10 @@ class Detokenizer(Protocol):
     """Tokens of one sequence to text, piece by piece."""
 
     def add(self, token: int) -> str:
-        """The text that is final with this token; empty in the middle of a character."""
+        """Return the text that is final with this token; empty in the middle of a character."""
 
     def finish(self) -> str:
-        """What was still held back."""
+        """Return the text that was still held back."""
 
 
 class Tokenizer(Protocol):
@@ -249,13 +249,16 @@ class Tokenizer(Protocol):
         """Tokens that end an answer."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids with the model's own special tokens."""
+        """Return the text's token ids, with the model's own special tokens."""
 
     def apply_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation with the prompt for the next answer; ConfigError without a template."""
+        """Return token ids of a conversation, up to where the next answer begins.
+
+        Raises ConfigError without a template.
+        """
 
     def detokenizer(self) -> Detokenizer:
-        """A fresh one for one sequence."""
+        """Return a detokenizer for one new sequence."""
 
 
 class EngineJob(Protocol):
@@ -326,14 +329,14 @@ class Engine(Protocol):
         """What two engines must share."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What /server_info says of the model: its paths, `context_length`, `vocab_size`; JSON-able."""
+        """Return what /server_info says of the model: its paths, `context_length`, `vocab_size`; JSON-able."""
 
     @property
     def context_length(self) -> int | None:
         """The model's longest sequence in tokens, None when it has no such limit."""
 
     def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
-        """Blocks of each group that a prompt's cache takes."""
+        """Return how many blocks of each group a prompt's cache takes."""
 
     def check_prompt_len(self, prompt_len: int) -> None:
         """Raise ConfigError for a prompt that is empty, longer than the context, or larger than the whole arena."""
@@ -374,10 +377,10 @@ class EngineAssembly(Protocol):
     """A sequence's caches in the making; nothing of it is used before its request comes. Any thread may call it."""
 
     def landed(self, offsets: U64, lengths: U64) -> None:
-        """These runs of the arena are final, unless the room fails. Never blocks."""
+        """Take note that these runs of the arena are final unless the room fails; never blocks."""
 
     def drop(self) -> None:
-        """The room failed, or the request does without; harmless at any time."""
+        """Give the caches up, since the room failed or its request needs none; harmless at any time."""
 
 
 class DecodeEngine(Engine, Protocol):

@@ -32,12 +32,12 @@ _PORT = re.compile(r"[0-9]{1,5}\Z")
 
 
 def new_life() -> Life:
-    """A fresh, unguessable life: 16 random bytes in hex."""
+    """Return a fresh, unguessable life: 16 random bytes in hex."""
     return Life(secrets.token_hex(16))
 
 
 def new_room() -> Room:
-    """A fresh random 63-bit room."""
+    """Return a fresh random 63-bit room."""
     return Room(secrets.randbits(63))
 
 

@@ -51,7 +51,7 @@ class Registration:
 
 @attrs.frozen
 class Preallocation:
-    """A decode rank's blocks for a room; `manifest` is its JSON, empty for a rank that only joins the vote."""
+    """A decode rank's blocks for a room; `manifest` is its JSON, empty for a decode rank that gets no bytes."""
 
     room: Room
     session: SessionId
@@ -71,7 +71,7 @@ class StatusCode(enum.Enum):
 
 @attrs.frozen
 class Status:
-    """What a prefill rank says of a room.
+    """A prefill rank's report on a room.
 
     `logprob` is the first token's, as the 8 little-endian bytes of the wire, so that NaN bits survive.
     """
@@ -104,7 +104,7 @@ class Fingerprint:
 
 @attrs.frozen
 class Hello:
-    """First word of a native decode rank on a connection: who it is and what it runs."""
+    """The first notice of a native decode rank on a connection: its life and what it runs."""
 
     version: str
     life: Life
@@ -169,20 +169,20 @@ class Cancel:
 
 @attrs.frozen
 class Ping:
-    """Proof of life, both ways; carries the sender's life."""
+    """Sent by both sides while nothing else is; carries the sender's life."""
 
     life: Life
 
 
 @attrs.frozen
 class Drain:
-    """The sender takes no new rooms and will exit when the live ones have ended."""
+    """The sender takes no new rooms and exits when the live ones have ended."""
 
     cause: str
 
 
 def hash_prompt(tokens: Iterable[int]) -> str:
-    """Names a prompt: SHA-256 over its token ids as little-endian i64, the first 32 hex digits."""
+    """Return a name for a prompt: SHA-256 over its token ids as little-endian i64, the first 32 hex digits."""
     ids = array("q", tokens)
     if sys.byteorder == "big":
         ids.byteswap()

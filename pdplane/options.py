@@ -19,19 +19,19 @@ _SECONDS: Mapping[str, float] = {"": 1, "ms": 0.001, "s": 1, "m": 60, "min": 60,
 
 
 def size(text: str) -> int:
-    """Bytes from `4096`, `512MiB`, `2GiB`, `1.5GB`; K, M, G and T alone are powers of two."""
+    """Return a number of bytes, from `4096`, `512MiB`, `2GiB`, `1.5GB`; K, M, G and T alone are powers of two."""
     found = _SIZE.match(text.strip())
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write it like 512MiB or 2GiB")
     nbytes = round(float(found[1]) * unit)
     if not 1 <= nbytes < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size that can be had")
+        raise argparse.ArgumentTypeError(f"{text!r} is outside 1 byte to 8 EiB")
     return nbytes
 
 
 def duration(text: str) -> float:
-    """Seconds from `120`, `1.5s`, `500ms`, `2m`, `1h`."""
+    """Return seconds, from `120`, `1.5s`, `500ms`, `2m`, `1h`."""
     found = _SIZE.match(text.strip())
     unit = _SECONDS.get(found[2].lower()) if found else None
     if found is None or unit is None:
@@ -40,28 +40,28 @@ def duration(text: str) -> float:
 
 
 def port(text: str) -> int:
-    """A TCP port; 0 takes a free one."""
+    """Return a TCP port, 0 to 65535; 0 stands for a free one."""
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port (0 to 65535)")
     return int(text)
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on."""
+    """Return a whole number from 1 on."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
     return int(text)
 
 
 def whole(text: str) -> int:
-    """A whole number from 0 on."""
+    """Return a whole number from 0 on."""
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
     return int(text)
 
 
 def endpoint(text: str) -> Endpoint:
-    """`host:port`, IPv6 in brackets."""
+    """Return an address, from `host:port`, IPv6 in brackets."""
     try:
         return Endpoint.parse(text)
     except ValueError as error:
@@ -69,14 +69,14 @@ def endpoint(text: str) -> Endpoint:
 
 
 def room(text: str) -> Room:
-    """A room, 0 to 2**63-1."""
+    """Return a room's number, 0 to 2**63-1."""
     if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) > MAX_ROOM:
         raise argparse.ArgumentTypeError(f"{text!r} is no room (0 to 2**63-1)")
     return Room(int(text))
 
 
 def url(text: str) -> str:
-    """The base URL of a daemon's HTTP; `host:port` alone is enough."""
+    """Return the base URL of a daemon's HTTP, from a URL or `host:port` alone."""
     full = text if "://" in text else f"http://{text}"
     if not re.match(r"https?://[^/?#\s]+\Z", full.rstrip("/")):
         raise argparse.ArgumentTypeError(f"{text!r} is no URL like http://127.0.0.1:8100")

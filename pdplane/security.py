@@ -35,7 +35,7 @@ class Secret:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read the secret of a file; white space at both ends does not count. Raises ConfigError."""
+        """Read a secret from a file; white space at both ends does not count. Raises ConfigError."""
         try:
             with Path(path).open("rb") as file:
                 content = file.read(MAX_SECRET_BYTES + 256)
@@ -53,7 +53,7 @@ class Secret:
         raise TypeError("a secret is not pickled")
 
     def answer(self, role: str, *parts: bytes) -> bytes:
-        """The proof (32 bytes) that `role` knows the secret, over the parts of a conversation.
+        """Return the proof (32 bytes) that `role` knows the secret, over the parts of a conversation.
 
         Lengths are part of what is hashed, so that no other cut of the same bytes has the same proof.
         """
@@ -64,22 +64,22 @@ class Secret:
         return mac.digest()
 
     def check_answer(self, proof: bytes, role: str, *parts: bytes) -> bool:
-        """Whether `proof` is the answer of `role` over these parts."""
+        """Return whether `proof` is the answer of `role` over these parts."""
         return hmac.compare_digest(proof, self.answer(role, *parts))
 
     def bearer(self) -> str:
-        """The token that the rendezvous asks for, 64 hex digits."""
+        """Return the token that the rendezvous asks for, 64 hex digits."""
         return self._derive("rendezvous bearer").hex()
 
     def check_bearer(self, text: str | None) -> bool:
-        """Whether `text`, a token or a whole `Authorization` header, carries our token."""
+        """Return whether `text`, a token or a whole `Authorization` header, carries our token."""
         if text is None:
             return False
         token = text[len(_BEARER) :].strip() if text[: len(_BEARER)].lower() == _BEARER.lower() else text
         return hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self.bearer().encode())
 
     def curve_key(self) -> bytes:
-        """The 32 bytes of the CURVE secret key that every native socket uses; `control.channels` makes the pair.
+        """Return the 32 bytes of the CURVE secret key that every native socket uses (`control/channels.py`).
 
         Both roles have the same pair: who knows the secret may connect and may listen.
         """

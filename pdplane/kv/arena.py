@@ -40,7 +40,7 @@ class Arena:
     __slots__ = ("base", "bytes", "nbytes")
 
     def __init__(self, buffer: Any) -> None:  # noqa: ANN401  (collections.abc.Buffer came with Python 3.12)
-        """Wrap a numpy array or anything that memoryview takes; ConfigError if read-only or not contiguous."""
+        """Wrap a numpy array or anything that memoryview takes; raise ConfigError if read-only or not contiguous."""
         try:
             view = memoryview(buffer)
         except (TypeError, ValueError) as error:
@@ -57,7 +57,7 @@ class Arena:
 
     @classmethod
     def zeros(cls, nbytes: int) -> Self:
-        """A fresh arena at a page's border, its pages touched, so that no page fault falls into a transfer."""
+        """Return a fresh arena at a page's border, its pages touched, so that no page fault falls into a transfer."""
         if nbytes < 1:
             raise ConfigError(f"an arena cannot have {nbytes} bytes")
         try:
@@ -69,7 +69,7 @@ class Arena:
 
     @classmethod
     def within(cls, buffer: Any, nbytes: int) -> Self:  # noqa: ANN401  (as above)
-        """The first `nbytes` from a page's border on in a buffer that is at least PAGE_BYTES larger.
+        """Return the first `nbytes` from a page's border on in a buffer that is at least PAGE_BYTES larger.
 
         The kernel copies between two arenas up to four times faster when their blocks lie alike in their pages.
         Raises ConfigError as the constructor, and for a buffer that is too small.
@@ -118,17 +118,20 @@ class Pool:
             return len(self._free)
 
     def used_blocks(self) -> dict[GroupId, int]:
-        """Blocks handed out and not released, by group."""
+        """Return how many blocks are handed out and not released, by group."""
         with self._lock:
             return {group_id: len(used) for group_id, used in self._used.items()}
 
     def fits(self, counts: Mapping[GroupId, int]) -> bool:
-        """Whether an empty pool could serve the request: False means that waiting is pointless."""
+        """Return whether an empty pool could serve the request: False means that waiting is pointless."""
         self._check(counts)
         return sum(-(-count // self._packs[group_id]) for group_id, count in counts.items()) <= self.total_parents
 
     def allocate(self, counts: Mapping[GroupId, int]) -> dict[GroupId, tuple[int, ...]]:
-        """Take `counts` blocks of each group, all or nothing; PoolExhausted names the first group's shortage."""
+        """Take `counts` blocks of each group, or none.
+
+        Raises PoolExhausted, which names the first group that is short.
+        """
         self._check(counts)
         with self._lock:
             free = len(self._free)
@@ -140,7 +143,7 @@ class Pool:
             return {group_id: self._take(group_id, count) for group_id, count in counts.items()}
 
     def release(self, blocks: Mapping[GroupId, Sequence[int]]) -> None:
-        """Give blocks back; InternalError, and nothing changed, if one of them is not in use."""
+        """Give blocks back. Raises InternalError, with nothing changed, if one of them is not in use."""
         with self._lock:
             for group_id, ids in blocks.items():
                 if len(set(ids)) != len(ids) or not self._used.get(group_id, set()).issuperset(ids):

@@ -41,7 +41,7 @@ def plan_copies(
     manifest: Manifest,
     fields: Collection[FieldId] | None = None,
 ) -> Copies:
-    """The copies of one prefill rank into one decode rank's blocks, sorted by one side, neighbours merged.
+    """Return the copies of one prefill rank into one decode rank's blocks, sorted by one side, neighbours merged.
 
     `source_blocks` are prefill's blocks for the manifest's slots, same count and order; `fields` limits the
     copies to some fields (a step). The manifest is trusted: validate it first.
@@ -57,7 +57,7 @@ def plan_block_copies(
     destination_blocks: Mapping[GroupId, Sequence[int]],
     fields: Collection[FieldId] | None = None,
 ) -> Copies:
-    """As plan_copies, between any equally long lists of blocks (a chunk of a room's slots)."""
+    """Return the copies between any two equally long lists of blocks, such as those of a chunk; see plan_copies."""
     pairs = {
         group_id: (_ids(source_blocks.get(group_id, ()), source_layout, group_id), _ids(blocks))
         for group_id, blocks in destination_blocks.items()
@@ -77,13 +77,13 @@ def plan_block_copies(
 
 
 def expected_bytes(destination_layout: Layout, manifest: Manifest, route: RankRoute) -> int:
-    """Bytes that the route's prefill rank must land in decode's arena for this manifest."""
+    """Return how many bytes the route's prefill rank must land in decode's arena for this manifest."""
     counts = {group.group_id: len(group.block_ids) for group in manifest.groups}
     return sum(fragment.rows * fragment.row_bytes * counts.get(fragment.group_id, 0) for fragment in route.fragments)
 
 
 def window_runs(layout: Layout, manifest: Manifest) -> tuple[U64, U64]:
-    """Offsets and lengths of decode's arena that the manifest opens for writing: sorted, disjoint, merged."""
+    """Return offsets and lengths of the runs in decode's arena that the manifest opens: sorted, disjoint, merged."""
     starts, lengths = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
     for group_id, blocks in manifest.blocks().items():
         ids = _ids(blocks)
@@ -95,7 +95,7 @@ def window_runs(layout: Layout, manifest: Manifest) -> tuple[U64, U64]:
         return start, length
     order = np.argsort(start, kind="stable")
     start, end = start[order], np.maximum.accumulate(start[order] + length[order])
-    # Groups of a careless peer may offer the same bytes twice, so runs are united rather than joined.
+    # A peer's groups may name the same bytes twice, so overlapping runs are united, not only adjacent ones.
     first = np.concatenate(([True], start[1:] > end[:-1]))
     last = np.concatenate((first[1:], [True]))
     return start[first], end[last] - start[first]
@@ -123,7 +123,7 @@ def _fragment_copies(
 def merged_copies(source: U64, destination: U64, length: U64) -> Copies:
     """Sort by the side that leaves fewer runs on both sides together, and join what touches on both.
 
-    A run on either side is an entry of a system call, and costs the kernel as much as some kilobytes do: with
+    A run on either side is an entry of a system call, which costs the kernel as much as some kilobytes: with
     4 KiB blocks in one piece at the source, reading them in its order halves the work of a pull. Where
     destinations overlap, the order is theirs, and of two copies to one place the later stays the later.
     """
@@ -148,7 +148,7 @@ def _runs(copies: Copies) -> int:
 
 
 def _apart(start: U64, length: U64) -> npt.NDArray[np.bool_]:
-    """For each run but the first: whether it does not begin where the one before ends."""
+    """Return, for each run but the first, whether there is a gap between it and the run before."""
     apart: npt.NDArray[np.bool_] = start[:-1] + length[:-1] != start[1:]
     return apart
 

@@ -100,7 +100,7 @@ class GroupSpec:
 
     @property
     def block_granularity(self) -> int:
-        """Tokens a slot of the block table stands for."""
+        """Tokens that a slot of the block table stands for."""
         if self.checkpoint_granularity is not None:
             return self.checkpoint_granularity
         return (self.rows_per_page or 0) * (self.entry_stride_tokens or 0)
@@ -117,7 +117,10 @@ class Partition:
 
 @attrs.frozen
 class Layout:
-    """The whole contract of one rank's cache. Group specs keep their declaration order (the manifests' order)."""
+    """The whole contract of one rank's cache.
+
+    Group specs keep the order of their declaration, which manifests follow.
+    """
 
     prefix_granularity: int
     lcm_block_bytes: int
@@ -166,11 +169,11 @@ class Layout:
         return _known(self._planes, plane_id, "plane")
 
     def partition(self, field_id: FieldId) -> Partition | None:
-        """How the field is split over ranks; None when every rank holds all of it."""
+        """Return how the field is split over ranks; None when every rank holds all of it."""
         return self._partitions.get(field_id)
 
     def fields_of(self, group_id: GroupId) -> tuple[Field, ...]:
-        """The group's fields in string order of their ids, which is the order of every transfer."""
+        """Return the group's fields in string order of their ids, which is the order of every transfer."""
         return self._fields_by_group.get(group_id, ())
 
     @cached_property
@@ -192,7 +195,7 @@ class Layout:
         return tuple(tuple(numbered[number]) for number in sorted(numbered)) + ((tuple(rest),) if rest else ())
 
     def page_offsets(self, field_id: FieldId, block_ids: U64) -> U64:
-        """Byte offset in the arena of the field's page of each block, shape (n,).
+        """Return the byte offsets in the arena of the field's page of each block, shape (n,).
 
         Ids are trusted: validate a peer's manifest first.
         """
@@ -408,7 +411,7 @@ def _compare_fields(ours: Layout, our_field: Field, theirs: Layout, their_field:
 
 
 def global_shape(layout: Layout, field: Field) -> tuple[int, ...]:
-    """The field's shape over all ranks: the local one with the partition's axis replaced by its whole extent."""
+    """Return the field's shape over all ranks: the local one with the partition's axis replaced by its whole extent."""
     partition = layout.partition(field.field_id)
     if partition is None:
         return field.shape

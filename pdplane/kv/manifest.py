@@ -30,15 +30,15 @@ class Manifest:
     prompt_len: int
 
     def blocks(self) -> dict[GroupId, tuple[int, ...]]:
-        """Block ids by group."""
+        """Return the block ids of each group."""
         return {group.group_id: group.block_ids for group in self.groups}
 
 
 def logical_slots(spec: GroupSpec, prefix_len: int, prompt_len: int) -> range:
-    """Which slots of a group's block table a transfer of the tokens [prefix_len, prompt_len) takes.
+    """Return the slots of a group's block table that a transfer of the tokens [prefix_len, prompt_len) takes.
 
     A suffix group takes every slot from the prefix on (a sliding one only those inside the window); a snapshot
-    group takes the one slot of the last token. Rules: docs/legacy_wire.md section 5.
+    group takes the one slot of the last token. Rules: docs/legacy_wire.md section 5.1.
     """
     tokens = spec.block_granularity
     if spec.transfer_policy != FULL_SUFFIX:
@@ -51,14 +51,14 @@ def logical_slots(spec: GroupSpec, prefix_len: int, prompt_len: int) -> range:
 
 
 def blocks_needed(layout: Layout, prompt_len: int, prefix_len: int = 0) -> dict[GroupId, int]:
-    """How many blocks of each group hold a prompt's tokens from `prefix_len` on; what `Pool.allocate` takes."""
+    """Return how many blocks of each group hold a prompt's tokens from `prefix_len` on, as `Pool.allocate` takes it."""
     return {spec.group_id: _length(logical_slots(spec, prefix_len, prompt_len)) for spec in layout.group_specs}
 
 
 def blocks_behind(
     layout: Layout, blocks: Mapping[GroupId, Sequence[int]], prefix_len: int, prompt_len: int
 ) -> dict[GroupId, Sequence[int]]:
-    """Of a whole prompt's blocks, in slot order, those that a window behind `prefix_len` tokens takes."""
+    """Return those of a whole prompt's blocks, in slot order, that hold the tokens from `prefix_len` on."""
     found: dict[GroupId, Sequence[int]] = {}
     for spec in layout.group_specs:
         first = logical_slots(spec, prefix_len, prompt_len).start - logical_slots(spec, 0, prompt_len).start
@@ -69,7 +69,7 @@ def blocks_behind(
 def build_manifest(
     layout: Layout, blocks: Mapping[GroupId, Sequence[int]], prefix_len: int, prompt_len: int
 ) -> Manifest:
-    """Our own manifest, from the blocks of each group in slot order; LocalProtocolError if it would be invalid."""
+    """Return a manifest of ours, from each group's blocks in slot order. Raises LocalProtocolError if it is invalid."""
     if set(blocks) != {spec.group_id for spec in layout.group_specs}:
         raise LocalProtocolError("the blocks' groups are not the layout's groups")
     groups = tuple(ManifestGroup(spec.group_id, tuple(blocks[spec.group_id])) for spec in layout.group_specs)
@@ -84,7 +84,7 @@ def build_manifest(
 def manifest_from_tables(
     layout: Layout, tables: Mapping[GroupId, Sequence[int]], prefix_len: int, prompt_len: int
 ) -> Manifest:
-    """Our own manifest, cut out of whole block tables (entry i is the block of slot i); 0 or less marks a hole."""
+    """Return a manifest of ours, cut from whole block tables (entry i is slot i's block); 0 or less marks a hole."""
     check_window(layout, prefix_len, prompt_len)
     blocks: dict[GroupId, Sequence[int]] = {}
     for group_id, table in tables.items():
@@ -98,8 +98,8 @@ def manifest_from_tables(
 def validate_manifest(manifest: Manifest, layout: Layout) -> None:
     """Raise WireError unless the manifest is a whole offer of decode's blocks in decode's layout.
 
-    Beyond the legacy receiver's checks: types, negative lengths and duplicate blocks. That two groups' blocks are
-    not the same bytes is decode's own affair: legacy ones were seen to offer such manifests.
+    Types, negative lengths and duplicate blocks are checked beyond what legacy receivers check. Two groups' blocks may
+    be the same bytes, since legacy decode ranks send such manifests.
     """
     _check_window(manifest, layout)
     if [group.group_id for group in manifest.groups] != [spec.group_id for spec in layout.group_specs]:
@@ -123,7 +123,7 @@ def _check_window(manifest: Manifest, layout: Layout) -> None:
 
 
 def check_window(layout: Layout, prefix_len: int, prompt_len: int) -> None:
-    """Raise LocalProtocolError for a window of ours that no manifest of the layout can have."""
+    """Raise LocalProtocolError for prefix and prompt lengths that no manifest of the layout can have."""
     try:
         _check_window(Manifest((), prefix_len, prompt_len), layout)
     except WireError as error:
@@ -156,7 +156,7 @@ COUNTER_MODULUS = 2**62
 
 
 def producer_steps(layout: Layout, target_layers: int) -> tuple[tuple[FieldId, ...], ...]:
-    """Field ids by producer step: one step a target layer, one more for all layers behind them.
+    """Return the field ids of each producer step: one step a target layer, one more for all layers behind them.
 
     Raises LocalProtocolError unless the layout has that many layers.
     """
@@ -168,10 +168,10 @@ def producer_steps(layout: Layout, target_layers: int) -> tuple[tuple[FieldId, .
 
 
 def chunk_positions(spec: GroupSpec, prefix_len: int, prompt_len: int, chunk: range) -> range:
-    """Which of a group's blocks in the manifest are complete with the tokens of `chunk` and were not before.
+    """Return the positions of a group's blocks in the manifest that the tokens of `chunk` complete.
 
     Positions count from the manifest's first block of the group. A room's first chunk begins at `prefix_len` at
-    the latest: what came before it in a cache of ours belongs to it. Lengths as in a valid manifest.
+    the latest, so that blocks which prefill took from a cache of its own belong to it. The lengths are trusted.
     """
     slots = logical_slots(spec, prefix_len, prompt_len)
     count, final = max(0, slots.stop - slots.start), chunk.stop == prompt_len
@@ -186,7 +186,7 @@ def chunk_positions(spec: GroupSpec, prefix_len: int, prompt_len: int, chunk: ra
 def chunk_blocks(
     layout: Layout, blocks: Mapping[GroupId, Sequence[int]], prefix_len: int, prompt_len: int, chunk: range
 ) -> dict[GroupId, Sequence[int]]:
-    """The part of each group's blocks (all of a manifest's, in slot order) that this chunk completes.
+    """Return the part of each group's blocks (all of a manifest's, in slot order) that this chunk completes.
 
     Raises LocalProtocolError for a window that no manifest has, or a chunk outside it.
     """
@@ -206,5 +206,5 @@ def check_chunk(layout: Layout, prefix_len: int, prompt_len: int, chunk: range) 
 
 
 def is_past(counter: int, step: int) -> bool:
-    """Whether a step counter that wraps around at `COUNTER_MODULUS` is strictly past a step."""
+    """Return whether a step counter that wraps around at `COUNTER_MODULUS` is strictly past a step."""
     return 0 < (counter - step) % COUNTER_MODULUS < COUNTER_MODULUS // 2

@@ -21,7 +21,7 @@ from pdplane.kv.layout import ELEMENT_BYTES, Field, Group, GroupSpec, Layout, Pa
 
 @attrs.frozen
 class FieldSpec:
-    """A tensor that wants room in every page of its group; `shape` is rank-local."""
+    """A tensor that every page of its group must hold; `shape` is rank-local."""
 
     group_id: GroupId
     field_id: FieldId
@@ -47,7 +47,7 @@ def plan_layout(
     """Lay fields out in pages, parents and planes.
 
     `packing` is the number of blocks of a group in one parent (1 when absent); `alignment` divides every
-    plane's bytes a parent. Raises ConfigError when the wishes do not make a valid layout.
+    plane's bytes a parent. Raises ConfigError when they make no valid layout.
     """
     packs = {spec.group_id: (packing or {}).get(spec.group_id, 1) for spec in specs}
     _check_wishes(packs, fields := list(fields), alignment)
@@ -96,7 +96,7 @@ def _check_wishes(packs: Mapping[GroupId, int], fields: Sequence[FieldSpec], ali
 
 
 def _page_offsets(members: Sequence[FieldSpec]) -> list[int]:
-    """Offset of each member in the page, and the page's end as the last entry."""
+    """Return the offset of each member in the page, and the page's end as the last entry."""
     offsets, end = [], 0
     for wish in members:
         start = _round_up(end, ELEMENT_BYTES[wish.dtype])
@@ -133,7 +133,7 @@ def _round_up(value: int, step: int) -> int:
 # `unit.<i>.k` and `unit.<i>.v`, where the i-th layer of each group shares unit i. Full and sliding layers form the
 # groups `full_attention` and `sliding_attention`, declared in the order of their first layers. Latent attention keeps
 # one field a layer, the latent and the rotary key side by side for one head, in the plane `slot.<i>`. Heads are split
-# over the ranks, at least one each; latents are every rank's.
+# over the ranks, at least one each; every rank holds the latents.
 
 
 FULL = GroupId("full_attention")
@@ -190,7 +190,7 @@ def value_field(layer: int) -> FieldId:
 def token_major_layout(
     layers: Sequence[CacheLayer], *, block_tokens: int, num_lcm_blocks: int, tp_size: int = 1
 ) -> Layout:
-    """The rank-local contract of a model with these layers. Raises ConfigError for what legacy engines cannot have."""
+    """Return one rank's layout of a model with these layers. Raises ConfigError for what legacy engines cannot hold."""
     wishes = list(_wishes(layers, block_tokens, tp_size))
     wishes.sort(key=lambda wish: (wish[0].plane_id, wish[0].group_id, wish[0].field_id))
     return plan_layout(
@@ -203,14 +203,17 @@ def token_major_layout(
 
 
 def local_heads(heads: int, tp_size: int) -> int:
-    """Heads of one rank; more ranks than heads repeat them. Raises ConfigError when neither divides the other."""
+    """Return the heads of one rank; more ranks than heads repeat them.
+
+    Raises ConfigError if neither divides the other.
+    """
     if heads % tp_size and tp_size % heads:
         raise ConfigError(f"{heads} KV heads cannot be split over {tp_size} ranks")
     return max(1, heads // tp_size)
 
 
 def _wishes(layers: Iterable[CacheLayer], block_tokens: int, tp_size: int) -> Iterator[tuple[FieldSpec, int]]:
-    """Every field with the heads of the whole model that it is split by; 0 when every rank holds all of it."""
+    """Yield every field with the heads of the whole model that it is split by; 0 when every rank holds all of it."""
     units: dict[GroupId, int] = {}
     for layer in sorted(layers, key=lambda layer: layer.layer):
         group, number = layer.group_id, layer.layer

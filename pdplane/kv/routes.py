@@ -98,12 +98,12 @@ class _Slice:
 
 
 def dp_group(room: Room, dp_size: int) -> int:
-    """The data-parallel group of prefill that serves a room."""
+    """Return the data-parallel group of prefill that serves a room."""
     return room % dp_size
 
 
 def place_rank(engine_rank: int, *, world_size: int, dp_size: int) -> Placement:
-    """Where rank `engine_rank` of `world_size` stands; ConfigError if the numbers make no instance."""
+    """Return where rank `engine_rank` of `world_size` stands; raise ConfigError if the numbers make no instance."""
     if dp_size < 1 or world_size < 1 or world_size % dp_size:
         raise ConfigError(f"world_size {world_size} is not divisible into dp_size {dp_size} groups")
     if not 0 <= engine_rank < world_size:
@@ -120,11 +120,11 @@ def plan_route(
     decode_tp: int,
     decode_rank: int,
 ) -> RankRoute:
-    """What `prefill_rank` sends to `decode_rank`.
+    """Return what `prefill_rank` sends to `decode_rank`.
 
     With equal tp each rank sends whole pages to its namesake. Raises LayoutMismatch (ours is prefill's) or
-    WireError: sizes out of range, shards that the ranks cannot hold, or a decode rank that this prefill rank
-    has no business with.
+    WireError: sizes out of range, shards that the ranks cannot hold, or a decode rank to which this prefill rank
+    sends nothing.
     """
     _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
     _check_rank(prefill_rank, prefill_tp, "prefill_rank")
@@ -152,7 +152,7 @@ def plan_route(
 def expected_prefill_ranks(
     prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, decode_tp: int, decode_rank: int
 ) -> tuple[Rank, ...]:
-    """The prefill ranks that send to `decode_rank`, ascending: those whose Success it waits for."""
+    """Return the prefill ranks that send to `decode_rank`, ascending: those whose Success it waits for."""
     _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
     _check_rank(decode_rank, decode_tp, "decode_rank")
     return _feeders(_cuts(prefill_layout, decode_layout), prefill_tp, decode_tp, decode_rank)
@@ -161,14 +161,14 @@ def expected_prefill_ranks(
 def decode_ranks_served(
     prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, prefill_rank: int, decode_tp: int
 ) -> tuple[Rank, ...]:
-    """The decode ranks that `prefill_rank` sends to, ascending."""
+    """Return the decode ranks that `prefill_rank` sends to, ascending."""
     _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
     cuts = _cuts(prefill_layout, decode_layout)
     return tuple(Rank(rank) for rank in range(decode_tp) if prefill_rank in _feeders(cuts, prefill_tp, decode_tp, rank))
 
 
 def dummy_ranks(prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, decode_tp: int) -> tuple[Rank, ...]:
-    """The prefill ranks that send to nobody, ascending; only decode rank 0 contacts them."""
+    """Return the prefill ranks that send to nobody, ascending; only decode rank 0 contacts them."""
     _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
     cuts = _cuts(prefill_layout, decode_layout)
     busy = {rank for decode_rank in range(decode_tp) for rank in _feeders(cuts, prefill_tp, decode_tp, decode_rank)}
@@ -178,7 +178,7 @@ def dummy_ranks(prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, 
 def contact_order(
     prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, decode_tp: int, decode_rank: int
 ) -> tuple[Rank, ...]:
-    """The prefill ranks that `decode_rank` registers with, ascending: its feeders and, for rank 0, the dummies."""
+    """Return the prefill ranks that `decode_rank` registers with, ascending: its feeders, for rank 0 dummies too."""
     feeders = expected_prefill_ranks(prefill_layout, decode_layout, prefill_tp, decode_tp, decode_rank)
     dummies = dummy_ranks(prefill_layout, decode_layout, prefill_tp, decode_tp) if decode_rank == 0 else ()
     return tuple(sorted({*feeders, *dummies}))
@@ -218,7 +218,7 @@ def _check_rank(rank: int, tp: int, name: str) -> None:
 
 
 def _shapes(prefill_layout: Layout, decode_layout: Layout) -> Iterator[tuple[Field, _Shape]]:
-    """Every field in transfer order (groups in spec order, fields in string order) with what decides its slices."""
+    """Yield every field with what decides its slices; groups in spec order, their fields in string order."""
     for spec in prefill_layout.group_specs:
         for field in prefill_layout.fields_of(spec.group_id):
             destination = decode_layout.field(field.field_id).shape
@@ -244,7 +244,10 @@ def _feeders(cuts: frozenset[_Cut], prefill_tp: int, decode_tp: int, decode_rank
 
 
 def _shard_feeders(prefill_shards: int, decode_shards: int, prefill_tp: int, decode_tp: int, decode_rank: int) -> range:
-    """Representatives of the prefill shards that overlap decode's shard; every part is cut in the same ratio."""
+    """Return the representatives of those prefill shards that overlap decode's shard.
+
+    Every part is cut in the same ratio.
+    """
     shard = decode_rank // (decode_tp // decode_shards)
     first = shard * prefill_shards // decode_shards
     stop = -(-(shard + 1) * prefill_shards // decode_shards)
@@ -277,7 +280,7 @@ def _slices(shape: _Shape, prefill_tp: int, prefill_rank: int, decode_tp: int, d
 
 
 def _overlaps(partition: Partition, cut: tuple[int, int], shards: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Source start, destination start and width, in elements of the axis, for each part of which both hold some."""
+    """Yield source start, destination start and width, in elements of the axis, of each part that both sides hold."""
     source_base = destination_base = 0
     for part in partition.global_parts or (partition.global_extent,):
         source_width, destination_width = part // cut[0], part // cut[1]

@@ -1,4 +1,21 @@
-"""The layout and the manifest as JSON."""
+"""The layout and the manifest as JSON.
+
+The layout (frame 5 of a registration, `cache_layout` of the rendezvous), at most 262,144 bytes:
+
+    {"plan": {"prefix_granularity", "lcm_block_bytes", "num_lcm_blocks", "groups": [...], "planes": [...],
+              "fields": [...]},
+     "group_specs": [...],
+     "transfer_schema": {"fields": [{"field_id", "partition": {"axis", "global_extent", "global_parts"}}]}}
+
+The entries' keys are the attributes of Group, Plane, Field and GroupSpec in their order; absent values are null.
+Canonical bytes have no blanks and keep this key order. Extra keys are ignored at the top, in `plan` and in
+`transfer_schema`, and refused inside groups, planes, fields and group specs. Rules: docs/legacy_wire.md section 4.
+
+The manifest (frame 2 of a pre-allocation), at most 2 MiB; extra keys are ignored. Rules: docs/legacy_wire.md section
+5.1.
+
+    {"groups": [{"group_id": text, "block_ids": [whole, ...]}, ...], "prefix_len": whole, "prompt_len": whole}
+"""
 
 from __future__ import annotations
 
@@ -17,7 +34,7 @@ _PLAN_NUMBERS = ("prefix_granularity", "lcm_block_bytes", "num_lcm_blocks")
 
 
 def encode_layout(layout: Layout) -> bytes:
-    """Canonical bytes; LocalProtocolError if the layout is invalid or too large for a registration."""
+    """Return canonical bytes; raise LocalProtocolError if the layout is invalid or too large for a registration."""
     try:
         validate_layout(layout)
     except WireError as error:
@@ -39,14 +56,14 @@ def encode_layout(layout: Layout) -> bytes:
 
 
 def decode_layout(data: bytes) -> Layout:
-    """Parse and validate; WireError names the value at fault."""
+    """Parse and validate. Raises WireError, which names the value at fault."""
     layout = parse_layout(data)
     validate_layout(layout)
     return layout
 
 
 def parse_layout(data: bytes) -> Layout:
-    """Parse only: the form is right, the geometry may still be nonsense. Raises WireError."""
+    """Parse, and check the form but not the geometry. Raises WireError."""
     root = parse(data, "layout", MAX_LAYOUT)
     plan = root.member("plan")
     return Layout(
@@ -126,15 +143,11 @@ def _partition(entry: Value) -> tuple[FieldId, Partition]:
     )
 
 
-# ---- The manifest as JSON (frame 2 of a pre-allocation), at most 2 MiB
-#
-#     {"groups": [{"group_id": text, "block_ids": [whole, ...]}, ...], "prefix_len": whole, "prompt_len": whole}
-#
-# Extra keys are ignored. Only the form is checked here; pdplane.kv.manifest checks it against a layout.
+# ---- The manifest. Only its form is checked here; pdplane.kv.manifest checks it against a layout
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Canonical bytes; LocalProtocolError beyond 2 MiB."""
+    """Return canonical bytes; raise LocalProtocolError beyond 2 MiB."""
     data = write(attrs.asdict(manifest))
     if len(data) > MAX_MANIFEST:
         raise LocalProtocolError(f"the manifest's JSON has {len(data)} bytes, more than {MAX_MANIFEST}")
@@ -142,7 +155,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Parse; WireError names the value at fault."""
+    """Parse, and check the form. Raises WireError, which names the value at fault."""
     root = parse(data, "manifest", MAX_MANIFEST)
     return Manifest(
         tuple(_manifest_group(entry) for entry in root.member("groups").items()),

@@ -1,4 +1,9 @@
-"""Numbers, texts and JSON values of a frame, read strictly and written in one spelling."""
+"""Numbers, texts and JSON values of a frame, read strictly and written in one spelling.
+
+Three grammars of integers meet on this wire: *canonical* decimals (digits only, no leading zero but "0"), i64 with an
+optional sign and any number of leading zeros, and the session's port (u64 with an optional plus). Lengths are checked
+before `int()`, which accepts more and refuses more than 4,300 digits. Rules: docs/legacy_wire.md section 12.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ _CANONICAL = re.compile(rb"(?:0|[1-9][0-9]*)\Z")
 
 
 def canonical(frame: bytes, maximum: int) -> int | None:
-    """A canonical decimal of 0..maximum, else None."""
+    """Return a canonical decimal of 0..maximum, else None."""
     if len(frame) > len(str(maximum)) or not _CANONICAL.match(frame):
         return None
     value = int(frame)
@@ -29,12 +34,12 @@ def canonical(frame: bytes, maximum: int) -> int | None:
 
 
 def i64(frame: bytes) -> int | None:
-    """A signed 64-bit decimal, else None."""
+    """Return a signed 64-bit decimal, else None."""
     return _bounded(frame, MIN_I64, MAX_I64, rb"+-")
 
 
 def u64(frame: bytes) -> int | None:
-    """An unsigned 64-bit decimal that may carry a plus sign, else None."""
+    """Return an unsigned 64-bit decimal that may carry a plus sign, else None."""
     return _bounded(frame, 0, MAX_U64, rb"+")
 
 
@@ -51,19 +56,19 @@ def _bounded(frame: bytes, low: int, high: int, signs: bytes) -> int | None:
 
 
 def ascii_text(frame: bytes) -> str | None:
-    """The frame as text if it is ASCII (control characters included), else None."""
+    """Return the frame as text if it is ASCII (control characters included), else None."""
     return frame.decode("ascii") if frame.isascii() else None
 
 
 def text_frame(text: str, name: str) -> bytes:
-    """Our own text as a frame; LocalProtocolError unless it is ASCII."""
+    """Return our own text as a frame; raise LocalProtocolError unless it is ASCII."""
     if not text.isascii():
         raise LocalProtocolError(f"{name} must be ASCII, not {text!a}")
     return text.encode("ascii")
 
 
 def decimal_frame(value: int, low: int, high: int, name: str) -> bytes:
-    """Our own number as a canonical decimal; LocalProtocolError outside low..high."""
+    """Return our own number as a canonical decimal; raise LocalProtocolError outside low..high."""
     return b"%d" % ranged(value, low, high, name)
 
 
@@ -87,7 +92,7 @@ MAX_TEXT = 256
 
 @attrs.frozen
 class Value:
-    """A JSON value and its path; the readers below raise WireError(path, ...) when the value is something else."""
+    """A JSON value and its path; its readers raise WireError(path, ...) for a value of another kind."""
 
     json: Json
     path: str
@@ -96,19 +101,19 @@ class Value:
         raise WireError(self.path, f"{self.path} {reason}")
 
     def member(self, key: str) -> Value:
-        """A required member of an object."""
+        """Return a required member of an object."""
         found = self._object()
         if key not in found:
             raise WireError(f"{self.path}.{key}", f"{self.path}.{key} is missing")
         return Value(found[key], f"{self.path}.{key}")
 
     def optional(self, key: str) -> Value | None:
-        """A member of an object, None when it is absent or null."""
+        """Return a member of an object, None when it is absent or null."""
         found = self._object().get(key)
         return None if found is None else Value(found, f"{self.path}.{key}")
 
     def only(self, keys: Collection[str]) -> Value:
-        """This object, refused if it has other keys."""
+        """Return this object; refuse it if it has other keys."""
         for key in self._object():
             if key not in keys:
                 self.refuse(f"has the unknown key {key[:MAX_TEXT]!a}")
@@ -123,13 +128,13 @@ class Value:
         return self.json
 
     def whole(self, low: int = 0, high: int = MAX_WHOLE) -> int:
-        """An integer of low..high; a bool or a float is none."""
+        """Return an integer of low..high; a bool or a float is none."""
         if type(self.json) is not int or not low <= self.json <= high:
             self.refuse(f"must be a whole number of {low}..{high}")
         return self.json
 
     def wholes(self, low: int = 0) -> tuple[int, ...]:
-        """An array of integers of low..2**63-1, checked without a Python loop."""
+        """Return an array of integers of low..2**63-1, checked without a Python loop."""
         array = self.array()
         numbers = tuple(number for number in array if type(number) is int)
         if len(numbers) != len(array) or (numbers and not (low <= min(numbers) and max(numbers) <= MAX_WHOLE)):
@@ -137,7 +142,7 @@ class Value:
         return numbers
 
     def text(self, limit: int = MAX_TEXT, *, low: int = 1) -> str:
-        """A string of low..limit characters without lone surrogates, which no log could print."""
+        """Return a string of low..limit characters without lone surrogates, which no log could print."""
         if not isinstance(self.json, str) or not low <= len(self.json) <= limit:
             self.refuse(f"must be a text of {low}..{limit} characters")
         if any("\ud800" <= character <= "\udfff" for character in self.json):
@@ -151,7 +156,7 @@ class Value:
 
 
 def parse(data: bytes, name: str, limit: int) -> Value:
-    """The JSON object in `data`, which may have 1..limit bytes. Raises WireError(name, ...)."""
+    """Return the JSON object in `data`, which may have 1..limit bytes. Raises WireError(name, ...)."""
     if not 1 <= len(data) <= limit:
         raise WireError(name, f"{name} must be 1..{limit} bytes")
     try:
@@ -169,7 +174,7 @@ def parse(data: bytes, name: str, limit: int) -> Value:
 
 
 def write(value: object) -> bytes:
-    """Canonical bytes: ASCII, no blanks, keys in the order given."""
+    """Return canonical bytes: ASCII, no blanks, keys in the order given."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 

@@ -1,4 +1,37 @@
-"""The three messages that legacy peers know too: registration, pre-allocation and status."""
+"""The three messages of both generations: registration, pre-allocation and status.
+
+Registration, decode to prefill: eight frames.
+
+    0  marker              `None`, exactly
+    1  decode host         ASCII text, 1..255 bytes
+    2  decode status port  canonical decimal, 1..65535
+    3  session             ASCII text, 1..512 bytes, `host:port` of the data plane
+    4  arena base          8 bytes, u64 in native order, not 0
+    5  layout              layout JSON, 1..262144 bytes (pdplane.wire.cache_json)
+    6  decode tp size      canonical decimal, 1..1024
+    7  decode tp rank      canonical decimal, below the size
+
+The *route* (frames 1 to 3) is readable by itself, so that a refusal can be sent when the rest is bad.
+
+Pre-allocation, decode to prefill: three frames.
+
+    0  room                canonical decimal, 0..2**63-1
+    1  session             ASCII text, 1..512 bytes
+    2  manifest            manifest JSON (pdplane.wire.cache_json), empty for a decode rank that gets no bytes
+
+Status, prefill to decode: seven frames written, three to seven read, later ones ignored.
+
+    0  room                i64 text, not negative
+    1  status              i64 text, a StatusCode
+    2  prefill rank        i64 text
+    3  first token         i64 text, -1 for none                absent: -1
+    4  candidates          int32 little-endian, or empty        absent: none
+    5  cached tokens       i64 text                             absent: 0
+    6  first token logprob f64 little-endian, or empty          absent: none
+
+Empty is not absent: an empty token or cached frame is an error. An empty list of candidates reads back as none.
+Rules: docs/legacy_wire.md sections 3, 5, 6 and 12.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +65,10 @@ _REGISTRATION_FRAMES = 8
 
 
 def encode_registration(registration: Registration) -> list[bytes]:
-    """The eight frames; LocalProtocolError for text that is not ASCII or numbers that no frame can carry."""
+    """Return the eight frames.
+
+    Raises LocalProtocolError for text that is not ASCII or numbers that no frame carries.
+    """
     return [
         MARKER,
         text_frame(registration.host, "host"),
@@ -46,12 +82,12 @@ def encode_registration(registration: Registration) -> list[bytes]:
 
 
 def is_registration(frames: Sequence[bytes]) -> bool:
-    """Whether a message claims to be a registration: its first frame is the marker."""
+    """Return whether a message claims to be a registration: its first frame is the marker."""
     return bool(frames) and frames[0] == MARKER
 
 
 def decode_route(frames: Sequence[bytes]) -> Route:
-    """Where to send statuses for this registration; frames 4 to 7 are not looked at. Raises WireError."""
+    """Return where statuses for this registration go, without a look at frames 4 to 7. Raises WireError."""
     if len(frames) != _REGISTRATION_FRAMES or not is_registration(frames):
         raise WireError("frame_count", f"CachePD slab registration requires exactly {_REGISTRATION_FRAMES} frames")
     host = ascii_text(frames[1])
@@ -71,7 +107,7 @@ def decode_route(frames: Sequence[bytes]) -> Route:
 
 
 def decode_registration(frames: Sequence[bytes]) -> Registration:
-    """The whole registration, with the layout still as bytes. Raises WireError."""
+    """Return the whole registration, with the layout still as bytes. Raises WireError."""
     route = decode_route(frames)
     if len(frames[4]) != 8:
         raise WireError("pointer", "CachePD slab pointer frame must be exactly 8 bytes")
@@ -90,15 +126,11 @@ def decode_registration(frames: Sequence[bytes]) -> Registration:
 
 
 def session_port(session: str) -> int | None:
-    """The number after the session's last colon, or the whole text without one: u64, no cap at 65535, else None."""
+    """Return the u64 after the session's last colon (the whole text without one), None if it is no such number."""
     return u64(session.rpartition(":")[2].encode("utf-8", "replace"))
 
 
-# ---- Pre-allocation, decode to prefill: three frames
-#
-# 0  room      canonical decimal, 0..2**63-1
-# 1  session   ASCII text, 1..512 bytes
-# 2  manifest  manifest JSON (pdplane.wire.cache_json), empty for a rank that only joins the agreement
+# ---- Pre-allocation
 
 
 MAX_MANIFEST = 2 * 1024 * 1024
@@ -106,7 +138,7 @@ _PREALLOCATION_FRAMES = 3
 
 
 def encode_preallocation(preallocation: Preallocation) -> list[bytes]:
-    """The three frames; LocalProtocolError for a room or a session that no frame can carry."""
+    """Return the three frames; raise LocalProtocolError for a room or a session that no frame can carry."""
     return [
         decimal_frame(preallocation.room, 0, MAX_U64, "room"),
         text_frame(preallocation.session, "session"),
@@ -115,7 +147,7 @@ def encode_preallocation(preallocation: Preallocation) -> list[bytes]:
 
 
 def preallocation_route(frames: Sequence[bytes]) -> tuple[Room, SessionId]:
-    """Room and session, readable when the manifest is bad. Raises WireError."""
+    """Return room and session, which are readable when the manifest is bad. Raises WireError."""
     if len(frames) != _PREALLOCATION_FRAMES:
         raise WireError("frame_count", f"CachePD pre-allocation requires exactly {_PREALLOCATION_FRAMES} frames")
     room = canonical(frames[0], MAX_ROOM)
@@ -130,24 +162,14 @@ def preallocation_route(frames: Sequence[bytes]) -> tuple[Room, SessionId]:
 
 
 def decode_preallocation(frames: Sequence[bytes]) -> Preallocation:
-    """The whole pre-allocation, with the manifest still as bytes. Raises WireError."""
+    """Return the whole pre-allocation, with the manifest still as bytes. Raises WireError."""
     room, session = preallocation_route(frames)
     if len(frames[2]) > MAX_MANIFEST:
         raise WireError("manifest", f"CachePD manifest must be at most {MAX_MANIFEST} bytes")
     return Preallocation(room, session, bytes(frames[2]))
 
 
-# ---- Status, prefill to decode: seven frames written, three to seven read, later ones ignored
-#
-#     0  room                 i64 text, not negative
-#     1  status               i64 text, a StatusCode
-#     2  prefill rank         i64 text
-#     3  first token          i64 text, -1 for none                absent: -1
-#     4  candidates           int32 little-endian, or empty        absent: none
-#     5  cached prompt tokens i64 text                             absent: 0
-#     6  first token logprob  f64 little-endian, or empty          absent: none
-#
-# Empty is not absent: an empty token or cached frame is an error. An empty list of candidates reads back as none.
+# ---- Status
 
 
 _LOGPROB_BYTES = 8
@@ -155,7 +177,7 @@ _CODES = {code.value: code for code in StatusCode}
 
 
 def encode_status(status: Status) -> list[bytes]:
-    """The seven frames; LocalProtocolError for a value that no frame can carry."""
+    """Return the seven frames; raise LocalProtocolError for a value that no frame can carry."""
     if not isinstance(status.code, StatusCode):
         raise LocalProtocolError(f"{status.code!r} is no status")
     if status.logprob is not None and len(status.logprob) != _LOGPROB_BYTES:

@@ -92,7 +92,10 @@ _FREE_TEXT = ("cause", "field", "ours", "theirs")
 
 
 def encode_notice(notice: Notice) -> list[bytes]:
-    """The three frames. Free texts are cut to what a peer accepts; LocalProtocolError for any other value."""
+    """Return the three frames; free texts are cut to what a peer accepts.
+
+    Raises LocalProtocolError for any other value.
+    """
     name = _NAMES.get(type(notice))
     if name is None:
         raise LocalProtocolError(f"{notice!r} is no notice")
@@ -109,12 +112,12 @@ def encode_notice(notice: Notice) -> list[bytes]:
 
 
 def is_notice(frames: Sequence[bytes]) -> bool:
-    """Whether a message claims to be a notice of this grammar: its first frame is the marker."""
+    """Return whether a message claims to be a notice of this grammar: its first frame is the marker."""
     return bool(frames) and frames[0] == NOTICE_MARKER
 
 
 def decode_notice(frames: Sequence[bytes]) -> Notice:
-    """Raises WireError that names the value at fault."""
+    """Return the notice. Raises WireError, which names the value at fault."""
     if len(frames) != _FRAMES or not is_notice(frames):
         raise WireError("frame_count", f"a notice has exactly {_FRAMES} frames, the first {NOTICE_MARKER.decode()}")
     name = bytes(frames[1]).decode("ascii", "replace")
