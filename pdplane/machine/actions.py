@@ -1,4 +1,4 @@
-"""What a machine asks its owner to do, and the turn that collects it."""
+"""What a machine asks its owner to do, and the turn that collects these actions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdplane.messages import Notice, Registration, Status
 
 @attrs.frozen
 class WakeAt:
-    """Call with a Tick at this time, if nothing else happens before."""
+    """Feed a Tick to the machine at this time, unless another event comes before."""
 
     time: float
 
@@ -27,7 +27,7 @@ class WakeAt:
 class Fail:
     """The caller of this use of the room gets this error.
 
-    Decode only: with `held` the room's blocks are not the caller's again before a Release.
+    With `held`, on decode only, the caller may not use the room's blocks again before a Release.
     """
 
     room: Room
@@ -49,7 +49,7 @@ class Send:
 
 @attrs.frozen
 class OpenData:
-    """Connect to the session's data address and tell which decode life answers there.
+    """Connect to the session's data address and report which decode life answers there.
 
     `arena_base` is the address that its registration named, for transports that write to addresses.
     """
@@ -61,7 +61,7 @@ class OpenData:
 
 @attrs.frozen
 class CloseData:
-    """Nobody will push to this life of the session again."""
+    """Close the connection to this life of the session: nothing is pushed to it any more."""
 
     session: SessionId
     life: Life
@@ -91,7 +91,7 @@ class Windowed:
 
 @attrs.frozen(eq=False)
 class Push:
-    """Bytes for one window; the end comes back as PushEnded with the same number."""
+    """Bytes for one offer; a PushEnded with the same number reports how it ended."""
 
     session: SessionId
     life: Life
@@ -104,7 +104,7 @@ class Push:
 
 @attrs.frozen
 class CancelPush:
-    """Stop the pushes of this window at the next border; each still ends with PushEnded."""
+    """Stop the pushes for this offer at the next segment border; each still ends with a PushEnded."""
 
     session: SessionId
     life: Life
@@ -122,7 +122,7 @@ class Succeed:
 
 @attrs.frozen
 class Release:
-    """Nothing reads the room's source blocks any more; on decode, nothing is taken to write into the held ones."""
+    """Nothing reads the room's source blocks any more; on decode, the held blocks count as safe from late writes."""
 
     room: Room
     ticket: int
@@ -153,7 +153,7 @@ class Connect:
 
 @attrs.frozen
 class Disconnect:
-    """Drop a channel; nothing is heard of it again."""
+    """Close a channel; no event comes from it any more."""
 
     channel: Channel
 
@@ -168,7 +168,7 @@ class Tell:
 
 @attrs.frozen
 class Offer:
-    """The room's blocks for one prefill rank; none for a rank that only joins the vote."""
+    """The room's blocks for one prefill rank; None for an idle rank."""
 
     channel: Channel
     room: Room
@@ -220,7 +220,7 @@ DecodeAction: TypeAlias = (
 )
 
 
-# ---- One call of a machine: the time it happens at and the actions that come of it
+# ---- One call of a machine
 
 
 Action = TypeVar("Action")
@@ -228,7 +228,7 @@ Action = TypeVar("Action")
 
 @attrs.define
 class Turn(Generic[Action]):
-    """Passed down instead of kept, so that no machine remembers a time that is over."""
+    """The time of one call and its actions; passed down and not kept, so that no machine remembers an old time."""
 
     now: float
     actions: list[Action] = attrs.field(factory=list)

@@ -63,7 +63,7 @@ class DecodeMachine:
         self._closing: str | None = None
 
     def handle(self, event: events.DecodeEvent, now: float) -> list[DecodeAction]:
-        """Take one event in and give the actions that it causes, the next wake-up last."""
+        """Return the actions that one event causes, the next wake-up last."""
         turn: DecodeTurn = Turn(now)
         self._on(event, turn)
         self._expire(turn)
@@ -89,7 +89,7 @@ class DecodeMachine:
 
     @_on.register
     def _(self, event: events.Tick, turn: DecodeTurn) -> None:
-        """Everything that time causes happens in `_expire`."""
+        """Do nothing: what time causes happens in `_expire`, after every event."""
 
     @_on.register
     def _(self, event: events.Closing, turn: DecodeTurn) -> None:
@@ -120,7 +120,7 @@ class DecodeMachine:
 
     @_on.register
     def _(self, event: events.DecodeDeclined, turn: DecodeTurn) -> None:
-        if self._rooms.get(event.room) is None:  # else the number is another use's
+        if self._rooms.get(event.room) is None:  # else another use has the number
             self._decline(turn, event, event.cause)
 
     @_on.register
@@ -169,7 +169,7 @@ class DecodeMachine:
                 cause = f"{refused.field} differs: prefill has {refused.ours}, this decode has {refused.theirs}"
                 self._lose(turn, peer, f"prefill refuses this decode: {cause}", again=False)
             case UnknownSession():
-                if link.registered:  # else our registration is on its way already
+                if link.registered:  # else our registration is already under way
                     self._peers.introduce(turn, link)
             case Failed() as failed:
                 self._failed_by_prefill(turn, peer, failed)
@@ -185,7 +185,7 @@ class DecodeMachine:
     def _(self, event: events.StatusFromPrefill, turn: DecodeTurn) -> None:
         known, status = self._peers.link(event.channel), event.status
         if known is None:
-            late = self._rooms.quarantine.heard(turn, status)  # of a peer that we lost meanwhile
+            late = self._rooms.quarantine.heard(turn, status)  # the peer was lost meanwhile
             self._rejected["late" if late else "unknown_channel"] += 1
             return
         peer, link = known
@@ -196,7 +196,7 @@ class DecodeMachine:
             self._rejected["foreign_rank"] += 1
             return
         if generation is None and status.code is StatusCode.FAILED:
-            # Not said of which use: to fail a healthy one costs a request, to wait for nothing costs its time.
+            # It may mean any use: to fail a healthy one costs one request, to ignore it costs a long wait.
             live = self._rooms.get(status.room)
             generation = live.generation if live else None
         if self._rooms.quarantine.heard(turn, status):
@@ -233,12 +233,12 @@ class DecodeMachine:
             if room.peer != peer.key:
                 continue
             if room.state is DecodeState.WAITING and link.channel.prefill_rank not in room.successes:
-                self._rooms.offer(turn, room, link)  # it had lost our session, and with it what we offered
+                self._rooms.offer(turn, room, link)  # it had lost our session, and our offer with it
             elif room.state is DecodeState.RESOLVING and peer.is_joined:
                 self._rooms.move(turn, room, DecodeMove.JOINED)
 
     def _lose(self, turn: DecodeTurn, peer: Peer, cause: str, *, again: bool = True) -> None:
-        """Forget a peer. Its rooms break, but those that offered nothing yet may look for it again."""
+        """Forget a peer and break its rooms; those that offered nothing yet look it up again if `again`."""
         self._rooms.totals["peers_lost"] += 1
         mine = [room for room in self._rooms if room.peer == peer.key]
         for room in mine:

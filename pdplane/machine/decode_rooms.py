@@ -1,4 +1,4 @@
-"""Everything that a decode rank knows of one room; forgetting the room is one `del`."""
+"""A decode rank's rooms: all facts of one in one object, so that forgetting it is one `del`; and all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pdplane.messages import Cancel, Status, Window
 
 @attrs.define
 class DecodeRoom:
-    """One use of a room number; its ticket is the generation that prefill is told."""
+    """One use of a room number; its ticket is the generation in notices to prefill."""
 
     request: DecodeRequested
     since: float
@@ -33,7 +33,7 @@ class DecodeRoom:
     expected: Mapping[Rank, int] = attrs.field(factory=dict)
     successes: dict[Rank, Status] = attrs.field(factory=dict)
     landed: dict[Rank, int] = attrs.field(factory=dict)
-    counted: bool = True  # we hear which bytes have landed, and can stop them
+    counted: bool = True  # landed bytes are counted, and the fence can stop them
     cause: str | None = None
     story: list[str] = attrs.field(factory=list)
 
@@ -47,7 +47,7 @@ class DecodeRoom:
         return Window(self.request.room, self.generation, self.request.prompt_hash)
 
     def move(self, move: DecodeMove, now: float) -> bool:
-        """Advance by the table; True when a new state was entered."""
+        """Advance by the table; return True when a new state was entered."""
         before, self.state = self.state, advance(DECODE_TABLE, self.state, move)
         if entered := before is not self.state:
             self.story.append(f"{self.state.value} +{now - self.since:.3f}s")
@@ -63,11 +63,11 @@ class DecodeRoom:
 
     @property
     def writers_left(self) -> frozenset[Rank]:
-        """Prefill ranks that may still write, and that nothing here can stop."""
+        """Prefill ranks that may still write and that no fence can stop."""
         return frozenset() if self.counted else frozenset(self.expected.keys() - self.successes.keys())
 
     def missing(self) -> str:
-        """What has not come, for the error of a room that waited too long."""
+        """Return which statuses and bytes have not come, for the error of a room that waited too long."""
         silent = sorted(self.expected.keys() - self.successes.keys())
         if not self.counted:
             return f"no Success from prefill ranks {silent}"
@@ -75,7 +75,7 @@ class DecodeRoom:
         return f"no Success from prefill ranks {silent}, bytes missing from prefill ranks {short}"
 
     def delivered(self) -> Delivered | None:
-        """The statuses merged by the rule of the wire; None when no rank sent a first token.
+        """Return the statuses merged by the rule of the wire; None when no rank sent a first token.
 
         A first token, a logprob and candidates that are present win, in rank order; cached tokens: the maximum.
         """
@@ -90,7 +90,7 @@ class DecodeRoom:
 
 # ---- A decode rank's rooms, and what follows from the states that they enter
 #
-# A room that breaks closes its window first; only then does its caller hear of it, so that the blocks are free.
+# A room that breaks closes its fence first and only then reports to its caller, so that the blocks are free by then.
 
 
 class DecodeRooms:
@@ -110,21 +110,21 @@ class DecodeRooms:
     # ---- questions
 
     def __iter__(self) -> Iterator[DecodeRoom]:
-        """The live rooms."""
+        """Return the live rooms."""
         return iter(list(self._live.values()))
 
     def get(self, number: Room) -> DecodeRoom | None:
         return self._live.get(number)
 
     def resolving(self, number: Room, bootstrap: Endpoint) -> DecodeRoom | None:
-        """The room that waits for this look-up."""
+        """Return the room that waits for this look-up."""
         room = self._live.get(number)
         if room is None or room.state is not DecodeState.RESOLVING or room.request.bootstrap != bootstrap:
             return None
         return room
 
     def waiting(self, turn: DecodeTurn, number: Room, generation: Generation, peer: Peer | None) -> DecodeRoom | None:
-        """The waiting room of exactly this generation (and this peer); anything else is counted by what it is."""
+        """Return the waiting room of this generation (and this peer), or None after counting why there is none."""
         room = self._live.get(number)
         if room is not None and room.generation == generation and room.state is DecodeState.WAITING:
             if peer is None or room.peer == peer.key:
@@ -136,7 +136,7 @@ class DecodeRooms:
         return None
 
     def taken(self, turn: DecodeTurn, number: Room) -> str | None:
-        """Why the number takes no new use now."""
+        """Return why the number takes no new use now, or None."""
         if number in self._live:
             return "is live"
         if number in self.quarantine:
@@ -162,7 +162,7 @@ class DecodeRooms:
     # ---- moves
 
     def open(self, turn: DecodeTurn, request: DecodeRequested) -> DecodeRoom:
-        """A new room under a free number."""
+        """Open a room under a free number."""
         room = self._live[request.room] = DecodeRoom(request, turn.now)
         self._timers.set(request.room, turn.now + self._settings.bootstrap_timeout_s)
         return room
@@ -177,11 +177,11 @@ class DecodeRooms:
         turn.add(Tell(link.channel, room.window), Offer(link.channel, room.request.room, manifest))
 
     def succeeded(self, turn: DecodeTurn, room: DecodeRoom, status: Status) -> None:
-        """An expected rank says that all of its bytes are written."""
+        """Record that an expected rank has written all of its bytes."""
         first = room.successes.setdefault(status.prefill_rank, status) is status
         self.move(turn, room, DecodeMove.REPORTED)
         if first and room.has_every_status and not room.has_every_byte:
-            # Success follows the last acknowledgement: what has not landed by now will hardly come
+            # Success follows the last acknowledgement, so missing bytes are not awaited for long
             self._timers.set(room.request.room, turn.now + self._settings.late_bytes_s)
         self.complete(turn, room)
 
@@ -204,7 +204,7 @@ class DecodeRooms:
             self._entered(turn, room, before)
 
     def decline(self, turn: DecodeTurn, window: Window, peer: Peer, cause: str) -> None:
-        """Tell the prefill ranks that know us that we offer no blocks for this use: its request would wait in vain."""
+        """Tell the prefill ranks that know us that this use gets no blocks, so that its request need not wait."""
         cancel = Cancel(window.room, window.generation, cause)
         for link in peer.links.values():
             if link.registered and not link.channel.is_legacy:

@@ -1,6 +1,6 @@
-"""What happens to a machine. Time is not among the values: it comes beside them.
+"""The events that a machine takes; the time is an argument beside them.
 
-`ticket` is the plane's own number of one use of a room: a handle of an ended room cannot touch a later one.
+`ticket` is the plane's own number of one use of a room, so that a handle of an ended room cannot touch a later one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LEGACY = b"legacy "
 
 
 def legacy_identity(route: Route) -> bytes:
-    """The identity of a decode rank without a connection that we could answer on: its way back and its session."""
+    """Return the identity of a legacy decode rank, which no connection names: its address and session."""
     return _LEGACY + f"{route.host} {route.port} {route.session}".encode("ascii")
 
 
 def is_legacy(identity: bytes) -> bool:
-    """Whether the peer is known by a way back that anybody may name, and never says that it still lives."""
+    """Return whether the identity is a legacy peer's, which anybody can name and which sends no pings."""
     return identity.startswith(_LEGACY)
 
 
@@ -43,19 +43,19 @@ class Closing:
 
 @attrs.frozen
 class RoomCancelled:
-    """The caller of this side gives a room up."""
+    """The caller on this side cancelled the room."""
 
     room: Room
     ticket: int
     cause: str
 
 
-# ---- what a prefill rank hears
+# ---- events of a prefill rank
 
 
 @attrs.frozen
 class NoticeReceived:
-    """A native decode rank said something beside the legacy frames."""
+    """A notice of a native decode rank."""
 
     identity: bytes
     notice: Notice
@@ -72,7 +72,7 @@ class RegistrationReceived:
 
 @attrs.frozen
 class RegistrationRejected:
-    """A registration that cannot be used; `route` when at least the way back was readable."""
+    """A registration that cannot be used; `route` is None when not even the address for statuses was readable."""
 
     identity: bytes
     route: Route | None
@@ -82,7 +82,7 @@ class RegistrationRejected:
 
 @attrs.frozen
 class PreallocationReceived:
-    """Blocks for a room; no manifest from a rank that only joins the vote."""
+    """Blocks for a room; the manifest is None from a decode rank that gets no bytes."""
 
     identity: bytes
     room: Room
@@ -102,7 +102,7 @@ class PreallocationRejected:
 
 @attrs.frozen
 class Undeliverable:
-    """A message could not be given to this identity: its connection is gone."""
+    """A message could not be sent to this identity: its connection is gone."""
 
     identity: bytes
 
@@ -146,7 +146,7 @@ class PushRequested:
 
 @attrs.frozen
 class PushEnded:
-    """One push is acknowledged, or ended with a cause."""
+    """One push was acknowledged (`cause` None) or failed."""
 
     session: SessionId
     room: Room
@@ -185,7 +185,7 @@ PrefillEvent: TypeAlias = (
     | RoomFinished
 )
 
-# ---- what a decode rank hears
+# ---- events of a decode rank
 
 
 @attrs.frozen
@@ -216,7 +216,7 @@ class PeerRank:
 
 @attrs.frozen
 class DecodeRequested:
-    """A caller opened blocks for a room that the prefill behind `bootstrap` shall fill."""
+    """A caller has blocks for a room, which the prefill behind `bootstrap` is to fill."""
 
     room: Room
     ticket: int
@@ -227,7 +227,7 @@ class DecodeRequested:
 
 @attrs.frozen
 class DecodeDeclined:
-    """A caller will open no blocks for a room whose request the prefill behind `bootstrap` has, or will have."""
+    """A caller has no blocks for a room that the prefill behind `bootstrap` has been or will be asked for."""
 
     room: Room
     ticket: int
@@ -259,7 +259,7 @@ class PeerMissing:
 
 @attrs.frozen
 class NoticeFromPrefill:
-    """A native prefill rank said something beside the status frames."""
+    """A notice of a native prefill rank."""
 
     channel: Channel
     notice: Notice
@@ -275,7 +275,7 @@ class ChannelBroken:
 
 @attrs.frozen
 class StatusFromPrefill:
-    """A status frame arrived on this channel; `generation` when the channel knows for which use of the room it is."""
+    """A status arrived on this channel; `generation` is None unless the channel knows which use it is for."""
 
     channel: Channel
     status: Status
@@ -284,7 +284,7 @@ class StatusFromPrefill:
 
 @attrs.frozen
 class Landed:
-    """Bytes of one prefill rank in the room's window, whole segments only; a running total."""
+    """Bytes of one prefill rank that landed for this use, whole segments only; a running total."""
 
     room: Room
     generation: Generation

@@ -27,7 +27,7 @@ DecodeTurn: TypeAlias = Turn[DecodeAction]
 
 @attrs.define
 class Link:
-    """One prefill rank of a peer. An idle one only joins the vote: it gets no blocks and sends no status."""
+    """One prefill rank of a peer. An idle one gets no blocks and reports no Success, but must know of the room."""
 
     channel: Channel
     idle: bool
@@ -36,7 +36,7 @@ class Link:
     window: Window | None = None  # names the next status
 
     def announced(self, room: Room) -> Generation | None:
-        """The generation that the notice before this status named; each is good for the next one and no other."""
+        """Take the generation that the notice before this status named; a notice serves the next status only."""
         window, self.window = self.window, None
         return window.generation if window is not None and window.room == room else None
 
@@ -58,14 +58,14 @@ class Peer:
         return all(link.registered for link in self.links.values())
 
     def note(self, link: Link, notice: Notice) -> bool:
-        """Remember what changes no room; False for a notice that no prefill rank has to send."""
+        """Take a notice that changes no room; return False for one that prefill ranks do not send."""
         match notice:
             case Window() as window:
                 link.window = window
             case Drain():
                 self.draining = True
             case Ping():
-                pass  # that it was heard is all it says
+                pass  # it only shows that the peer lives
             case _:
                 return False
         return True
@@ -111,7 +111,7 @@ class Peers:
         return None
 
     def fresh(self, bootstrap: Endpoint, room: Room, now: float) -> Peer | None:
-        """The joined peer that serves this room, if it was heard so lately that no look-up is needed."""
+        """Return the joined peer that serves this room, if its last message is so recent that no look-up is needed."""
         size = self._sizes.get(bootstrap)
         peer = self._peers.get((bootstrap, room % size)) if size else None
         if peer is None or not peer.is_joined or peer.suspect or peer.draining:
@@ -127,7 +127,7 @@ class Peers:
         return self._timers.earliest()
 
     def same_lives(self, peer: Peer, found: PeerFound) -> bool:
-        """Whether these are the ranks that we know. A legacy rank that restarted is known by its new address only."""
+        """Return whether these are the known ranks; a restarted legacy rank shows only by its new address."""
         return all(
             peer.lives.get(rank.prefill_rank) == rank.life
             and (rank.life or peer.endpoints.get(rank.prefill_rank) == rank.endpoint)
@@ -135,7 +135,7 @@ class Peers:
         )
 
     def known_as(self, found: PeerFound) -> Peer | None:
-        """The peer of the same ranks behind another name of its rendezvous: they have one session with us, not two."""
+        """Return the peer of the same ranks, found by another name of its rendezvous: their session stays one."""
         ranks = {rank.prefill_rank for rank in found.ranks}
         for peer in self._peers.values():
             if peer.key[1] == found.dp_group and peer.lives.keys() == ranks and self.same_lives(peer, found):
@@ -143,7 +143,7 @@ class Peers:
         return None
 
     def join(self, turn: DecodeTurn, found: PeerFound) -> Peer:
-        """Connect to the ranks that we need and register; raises LayoutMismatch or another ProtocolError."""
+        """Connect to the ranks that we need and register. Raises LayoutMismatch or another ProtocolError."""
         compare_layouts(self._layout, found.layout)
         sizes = len(found.ranks), self._settings.tp_size
         me = self._settings.tp_rank
@@ -174,7 +174,7 @@ class Peers:
         turn.add(Tell(link.channel, self._hello), Tell(link.channel, self._registration))
 
     def suspect(self, turn: DecodeTurn, life: Life) -> None:
-        """A rank's data connection ended: ask its rendezvous whether that life is still the one in service."""
+        """Ask the rendezvous whether a life whose data connection ended is still in service."""
         for peer in self._peers.values():
             if life in peer.lives.values() and not peer.suspect:
                 peer.suspect = True
@@ -188,7 +188,7 @@ class Peers:
         turn.add(*(Disconnect(link.channel) for link in peer.links.values()))
 
     def tend(self, turn: DecodeTurn) -> list[Peer]:
-        """Ping who is due; gives the peers of whom a rank was silent for too long."""
+        """Ping the peers that are due; return those of which a rank was silent for too long."""
         limit = self._settings.ping_interval_s * self._settings.ping_misses
         silent = []
         for key in list(self._timers.due(turn.now)):
@@ -199,7 +199,7 @@ class Peers:
             for link in peer.links.values():
                 if link.registered:
                     turn.add(Tell(link.channel, Ping(self._life)))
-                else:  # the answer may be lost, or still be sought: asking twice does no harm
+                else:  # the answer may be lost; a second registration does no harm
                     self.introduce(turn, link)
             self._timers.set(key, turn.now + self._settings.ping_interval_s)
         return silent

@@ -49,7 +49,7 @@ class PrefillMachine:
         self._closing: str | None = None
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[PrefillAction]:
-        """Take one event in and give the actions that it causes, the next wake-up last."""
+        """Return the actions that one event causes, the next wake-up last."""
         turn: PrefillTurn = Turn(now)
         self._on(event, turn)
         self._rooms.expire(turn)
@@ -77,7 +77,7 @@ class PrefillMachine:
 
     @_on.register
     def _(self, event: events.Tick, turn: PrefillTurn) -> None:
-        """Everything that time causes happens after each event."""
+        """Do nothing: what time causes happens after every event."""
 
     @_on.register
     def _(self, event: events.NoticeReceived, turn: PrefillTurn) -> None:
@@ -168,7 +168,7 @@ class PrefillMachine:
     def _(self, event: events.PushRequested, turn: PrefillTurn) -> None:
         room = self._rooms.current(event.room, event.ticket)
         if room is None:
-            return  # it ended meanwhile; its caller has been told
+            return  # it ended meanwhile, and its caller has the error
         if room.state is not PrefillState.WINDOWED:
             self._rooms.break_(turn, room, f"pushed while the room is {room.state.value}")
             return
@@ -224,7 +224,7 @@ class PrefillMachine:
             return
         known = room.offers.get(offer.session.id) if room else None
         if room is not None and known is not None:
-            # A decode rank has one use of a number at a time: this one says that the other is over.
+            # A decode rank has one use of a number at a time, so a second offer means that the first is over.
             self._rooms.break_(turn, room, "decode offered the room again")
             if offer.generation == known.generation:
                 return
@@ -242,7 +242,7 @@ class PrefillMachine:
         self._settle(turn, room)
 
     def _is_late(self, turn: PrefillTurn, number: Room, room: PrefillRoom | None, offer: Offered) -> bool:
-        """Whether this use is over, or its offer is here already."""
+        """Return whether this use is over, or has its offer already."""
         if room is not None:
             known = room.offers.get(offer.session.id)
             older = known is not None and offer.generation < known.generation
@@ -255,7 +255,7 @@ class PrefillMachine:
         return True
 
     def _offer_refusal(self, turn: PrefillTurn, number: Room, room: PrefillRoom | None, offer: Offered) -> str | None:
-        """Why this offer cannot be taken, without harm to the room that it names."""
+        """Return why this offer cannot be taken, or None; a refusal leaves the room that it names alone."""
         if offer.session.life and not offer.generation:
             return "no window notice came before the offer"
         if room is not None:
@@ -271,7 +271,7 @@ class PrefillMachine:
         return "too many live rooms" if self._rooms.is_full else None
 
     def _unusable(self, turn: PrefillTurn, number: Room, offer: Offered, reason: str) -> None:
-        """A registered decode rank's offer can never be written to: that rank has no part in the room any more."""
+        """End a registered decode rank's part in a room, since its offer can never be written to."""
         self._rejected["preallocation"] += 1
         identity, cause = offer.session.identity, f"decode's offer is unusable: {reason}"
         self._rooms.tell_failed(turn, identity, number, offer.generation, reason)
@@ -296,7 +296,10 @@ class PrefillMachine:
             self._rooms.tell_failed(turn, event.identity, event.room, Generation(0), "unknown session")
 
     def _cancelled_by_decode(self, turn: PrefillTurn, peer: Peer, cancel: Cancel) -> None:
-        """End the use that the decode rank offered, or that it only announced: the notice before names its prompt."""
+        """End the use that the decode rank offered or only announced.
+
+        In that case the notice before names its prompt.
+        """
         number, cause = cancel.room, f"cancelled by decode: {cancel.cause}"
         room = self._rooms.get(number)
         if room is not None and room.takes_part(peer.identity, cancel.generation):

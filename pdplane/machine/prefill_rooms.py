@@ -1,4 +1,4 @@
-"""Everything that a prefill rank knows of one room; forgetting the room is one `del`."""
+"""A prefill rank's rooms: all facts of one in one object, so that forgetting it is one `del`; and all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pdplane.messages import Failed, Status, StatusCode, Window
 
 @attrs.frozen
 class Offered:
-    """One decode rank's pre-allocation; no manifest when it only joins the vote."""
+    """One decode rank's pre-allocation; the manifest is None when that rank gets no bytes."""
 
     session: Session
     generation: Generation
@@ -38,9 +38,10 @@ class Offered:
 
 @attrs.define
 class PrefillRoom:
-    """One use of a room number. `ended` names the uses of it that are over, so that none comes back.
+    """One use of a room number.
 
-    `before` is what is left of the last use, if that ended a short while ago.
+    `ended` names earlier uses of the number, so that their late messages are known. `before` is the tombstone of the
+    last one, if that ended a short while ago.
     """
 
     room: Room
@@ -51,13 +52,13 @@ class PrefillRoom:
     request: PrefillRequested | None = None
     finish: RoomFinished | None = None
     offers: dict[SessionId, Offered] = attrs.field(factory=dict)
-    declined: list[Use] = attrs.field(factory=list)  # uses of it that decode ranks took no part in
+    declined: list[Use] = attrs.field(factory=list)  # uses of decode ranks that gave them up
     pushes: set[int] = attrs.field(factory=set)
     cause: str | None = None
     story: list[str] = attrs.field(factory=list)
 
     def move(self, move: PrefillMove, now: float) -> bool:
-        """Advance by the table; True when a new state was entered."""
+        """Advance by the table; return True when a new state was entered."""
         before, self.state = self.state, advance(PREFILL_TABLE, self.state, move)
         if entered := before is not self.state:
             self.story.append(f"{self.state.value} +{now - self.since:.3f}s")
@@ -68,15 +69,15 @@ class PrefillRoom:
         return self.state in (PrefillState.EARLY, PrefillState.OPENED)
 
     def takes_part(self, identity: bytes, generation: Generation) -> bool:
-        """Whether this connection's offer of this generation is one of the room's."""
+        """Return whether the room has this connection's offer of this generation."""
         return any(o.session.identity == identity and o.generation == generation for o in self.offers.values())
 
     def asks_for(self, prompt_hash: str) -> bool:
-        """Whether its request waits for offers, and is of this prompt."""
+        """Return whether its request is of this prompt and waits for offers."""
         return self.takes_offers and self.request is not None and self.request.prompt_hash == prompt_hash
 
     def place_conflict(self, newcomer: Offered) -> str | None:
-        """Why an offer has no place beside the others: the newcomer's fault, the room is not harmed."""
+        """Return why a new offer does not fit the others, or None; a refusal costs the newcomer only."""
         for offer in self.offers.values():
             ours, theirs = offer.session, newcomer.session
             if ours.registration.tp_size != theirs.registration.tp_size:
@@ -88,9 +89,9 @@ class PrefillRoom:
         return None
 
     def take_as_late(self, newcomer: Offered) -> str | None:
-        """Whether this offer is of the last use, which failed here before it came: its cause, and then never again.
+        """Return the cause of the last use's failure if this offer belongs to that use, else None.
 
-        Only the prompt can tell: the request carries no generation.
+        Only the prompt shows it, since a request carries no generation. The offer counts as ended from then on.
         """
         before = self.before
         if before is None or not before.missed_by(newcomer.use.peer):
@@ -102,7 +103,7 @@ class PrefillRoom:
         return before.cause
 
     def prompt_conflict(self, *newcomers: Offered) -> str | None:
-        """Why the offers and the request cannot be of one prompt; None when they can."""
+        """Return why the offers and the request cannot be of one prompt; None when they can."""
         offers = [offer for offer in (*self.offers.values(), *newcomers) if offer.manifest is not None]
         windows = {(o.manifest.prefix_len, o.manifest.prompt_len) for o in offers if o.manifest is not None}
         hashes = {offer.prompt_hash for offer in offers if offer.prompt_hash}
@@ -120,7 +121,7 @@ class PrefillRoom:
 
     @property
     def withdrawn(self) -> str | None:
-        """Why decode takes no part any more, if it gave this use up before its request came. A new offer ends that."""
+        """Why decode gave this use up before its request came, or None; a new offer revives it."""
         before, request = self.before, self.request
         if before is None or request is None or self.offers or not before.awaits(request.prompt_hash):
             return None
@@ -135,7 +136,7 @@ class PrefillRoom:
         return ranks == set(offers[0].session.route.decode_ranks)
 
     def offers_by_rank(self) -> list[Offered]:
-        """The offers of the decode ranks that get bytes."""
+        """Return the offers of the decode ranks that get bytes."""
         offers = sorted(self.offers.values(), key=lambda offer: offer.session.registration.tp_rank)
         return [offer for offer in offers if offer.manifest is not None]
 
@@ -151,8 +152,8 @@ class PrefillRoom:
 
 # ---- A prefill rank's rooms, and what follows from the states that they enter
 #
-# A number belongs to at most one live room. A room that fails gives its number up at once, so that the next use
-# need not wait, and lives on by its pushes until the last of them has ended: only then are its blocks released.
+# A number belongs to at most one live room. A room that fails frees its number at once, so that the next use need not
+# wait, but is kept until its last push has ended: only then are its blocks released.
 
 
 _PUSHES = 2**32  # the data plane numbers a room's pushes by a u32; ours wrap around, long after the last use
@@ -174,14 +175,14 @@ class PrefillRooms:
     # ---- questions
 
     def __iter__(self) -> Iterator[PrefillRoom]:
-        """The live rooms."""
+        """Return the live rooms."""
         return iter(list(self._live.values()))
 
     def get(self, number: Room) -> PrefillRoom | None:
         return self._live.get(number)
 
     def current(self, number: Room, ticket: int) -> PrefillRoom | None:
-        """The live room, if it is this caller's use of the number."""
+        """Return the live room, if it is this caller's use of the number."""
         room = self._live.get(number)
         return room if room and room.request and room.request.ticket == ticket else None
 
@@ -210,7 +211,7 @@ class PrefillRooms:
     # ---- moves
 
     def open(self, turn: PrefillTurn, number: Room) -> PrefillRoom:
-        """A new room under a free number."""
+        """Open a room under a free number."""
         before = self._graveyard.find(number, turn.now)
         ended = self._graveyard.take(number, turn.now)
         room = self._live[number] = PrefillRoom(number, turn.now, ended, before)
@@ -218,7 +219,7 @@ class PrefillRooms:
         return room
 
     def evict(self, turn: PrefillTurn) -> None:
-        """A request is worth more than the longest waiting offer that nobody asked for."""
+        """Make place for a request: break the room whose offer has waited longest without one."""
         early = next((room for room in self._live.values() if room.state is PrefillState.EARLY), None)
         if early is not None:
             self.break_(turn, early, "too many live rooms")
@@ -255,14 +256,14 @@ class PrefillRooms:
             self._entered(turn, room)
 
     def offered(self, turn: PrefillTurn, room: PrefillRoom, offer: Offered) -> None:
-        """A decode rank takes part."""
-        if room.withdrawn:  # it is a new use after all: it has the usual time
+        """Add a decode rank's offer."""
+        if room.withdrawn:  # a new use: it has the usual time
             self._timers.set(room.room, room.since + self._settings.bootstrap_timeout_s)
         room.offers[offer.session.id] = offer
         self.move(turn, room, PrefillMove.OFFERED)
 
     def withdraw(self, turn: PrefillTurn, number: Room, use: Use, prompt_hash: str, cause: str) -> None:
-        """A decode rank takes no part in a use of a number that no room has now."""
+        """Remember that a decode rank gave a use up, under a number that no live room has."""
         stone = self._graveyard.find(number, turn.now)
         if stone is not None and stone.covers(use):
             return
@@ -282,13 +283,13 @@ class PrefillRooms:
         )
 
     def decline(self, turn: PrefillTurn, room: PrefillRoom, use: Use, cause: str) -> None:
-        """Break a room because a decode rank takes no part in it; a later generation of that rank is another use."""
+        """Break a room because a decode rank gave it up; a later generation of that rank is another use."""
         if use.generation:
             room.declined.append(use)
         self.break_(turn, room, cause)
 
     def remember(self, turn: PrefillTurn, number: Room, stone: Tombstone, use: Use) -> None:
-        """A decode rank's word came for a room that had failed before: its use is over too."""
+        """Add a decode rank's use to a tombstone: its message came after the room had failed."""
         self._graveyard.bury(
             number,
             attrs.evolve(
@@ -306,7 +307,7 @@ class PrefillRooms:
             self.break_(turn, room, _timeout_cause(room, self._settings))
 
     def lost(self, turn: PrefillTurn, gone: list[Session], why: str) -> None:
-        """Break every room that counted on one of these sessions."""
+        """Break every room that has an offer of one of these sessions."""
         for session in gone:
             for room in self:
                 offer = room.offers.get(session.id)
@@ -358,7 +359,7 @@ class PrefillRooms:
             prompts=frozenset(offer.prompt_hash for offer in room.offers.values() if offer.prompt_hash),
         )
         if any(is_legacy(offer.session.identity) for offer in room.offers.values()):
-            # Its late words look like those of a new use: none may begin while they can come.
+            # Its late messages would look like those of a new use, so none may begin while they can come.
             stone = attrs.evolve(stone, until=turn.now + self._settings.bootstrap_timeout_s)
         self._graveyard.bury(room.room, stone)
 
@@ -383,7 +384,7 @@ class PrefillRooms:
     def _enter_succeeded(self, turn: PrefillTurn, room: PrefillRoom) -> None:
         finish = room.finish
         assert finish is not None, "only a finished room succeeds"
-        for offer in room.offers_by_rank():  # a rank that only joins the vote expects no word
+        for offer in room.offers_by_rank():  # a decode rank that gets no bytes expects no status
             status = Status(
                 room.room,
                 StatusCode.SUCCESS,

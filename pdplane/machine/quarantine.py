@@ -1,8 +1,8 @@
 """Blocks of failed rooms that somebody may still write to, because no fence stands before a one-sided write.
 
-Only a prefill rank's Success says that its writes are over. After a Failed legacy peers were seen to write on, so a
-rank that failed or fell silent keeps its part for a time after its last word: that bounds the risk and does not
-remove it.
+Only a prefill rank's Success means that its writes are over: legacy peers were seen to write after their Failed. So the
+blocks of a rank that failed or fell silent are kept for a time after its last status, which bounds the risk and does
+not remove it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Held:
 
 
 class Quarantine:
-    """Failed rooms whose blocks are not given back yet. A number in it takes no new use: statuses name no other."""
+    """Failed rooms whose blocks are held. Their numbers take no new use, since a status names only the number."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -46,14 +46,14 @@ class Quarantine:
         return self._timers.earliest()
 
     def hold(self, request: DecodeRequested, writers: Collection[Rank], now: float) -> None:
-        """Keep a room's blocks until each of these prefill ranks said Success, or its time is over."""
+        """Hold a room's blocks until each of these prefill ranks reports Success or its time is over."""
         blocks = sum(len(group.block_ids) for group in request.manifest.groups)
         until = dict.fromkeys(writers, now + self._timeout_s)
         self._held[request.room] = _Held(request.ticket, blocks, until)
         self._timers.set(request.room, now + self._timeout_s)
 
     def heard(self, turn: Turn[DecodeAction], status: Status) -> bool:
-        """Take a rank's word; whether the room is in quarantine at all."""
+        """Take a rank's status; return whether the room is in quarantine."""
         held = self._held.get(status.room)
         if held is None:
             return False
@@ -66,6 +66,6 @@ class Quarantine:
         return True
 
     def expire(self, turn: Turn[DecodeAction]) -> None:
-        """Release the rooms that nobody is waited for any more."""
+        """Release the rooms whose last writer has reported or timed out."""
         for number in list(self._timers.due(turn.now)):
             turn.add(Release(number, self._held.pop(number).ticket))

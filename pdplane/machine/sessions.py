@@ -1,7 +1,7 @@
 """Decode ranks as a prefill rank knows them: connections, who owns a session, who is still alive.
 
-Who owns a session is whoever answers at its address: a native peer is bound only after the data
-connection to the session's address was greeted by the life that the peer's `hello` named.
+A session belongs to whoever answers at its address: a native peer is bound only after the life that its `hello` named
+has answered on the data connection to that address.
 A peer without `hello` (a raw or legacy one) is bound at once, but never over another owner. On the legacy channel
 anybody can name any session: a registration that contradicts the one in force ends both until a good one comes. Rules:
 docs/legacy_wire.md section 3.
@@ -73,7 +73,7 @@ class Session:
         return self.registration.session
 
     def repeats(self, event: RegistrationReceived) -> bool:
-        """Whether the same is registered again, however its layout is spelt."""
+        """Return whether the event registers the same values again; the layout's spelling may differ."""
         again = attrs.evolve(event.registration, layout=self.registration.layout)
         return again == self.registration and event.layout == self.layout
 
@@ -89,14 +89,14 @@ class Sessions:
         self._peers: dict[bytes, Peer] = {}
         self._bound: dict[SessionId, Session] = {}
         self._checking: dict[tuple[SessionId, Life], Session] = {}
-        self._contending: dict[bytes, Session] = {}  # by the identity of the connection that has the session
+        self._contending: dict[bytes, Session] = {}  # by the identity of the connection that holds the session
         self._timers: Timers[bytes] = Timers()
         self._evicted: list[Session] = []
 
     # ---- questions
 
     def owner(self, identity: bytes, session: SessionId) -> Session | None:
-        """The session, if this connection is the one bound to it."""
+        """Return the session, if this connection is the one bound to it."""
         found = self._bound.get(session)
         return found if found is not None and found.identity == identity else None
 
@@ -120,7 +120,7 @@ class Sessions:
     # ---- what peers say
 
     def hear(self, turn: PrefillTurn, identity: bytes, *, native: bool = False) -> Peer | None:
-        """The connection that spoke; None when there are too many to remember another."""
+        """Return the peer behind this connection, new or known; None when there are too many peers."""
         peer = self._peers.get(identity)
         if peer is None:
             if len(self._peers) >= self._settings.max_peers and not self._evict(turn):
@@ -131,7 +131,7 @@ class Sessions:
         peer.heard = turn.now
         if contender := self._contending.pop(identity, None):
             self._refuse_as_taken(turn, contender)
-        if identity not in self._timers and not is_legacy(identity):  # those register once and say nothing more
+        if identity not in self._timers and not is_legacy(identity):  # those register once and send nothing more
             self._timers.set(identity, turn.now + self._patience(peer))
         return peer
 
@@ -140,7 +140,7 @@ class Sessions:
         self._timers.set(peer.identity, turn.now + self._patience(peer))  # from now on it pings
 
     def announced(self, identity: bytes, room: Room) -> Window | None:
-        """The window notice before this pre-allocation; each is good for the next one and no other."""
+        """Take the window notice before this pre-allocation; a notice serves the next one only."""
         peer = self._peers.get(identity)
         if peer is None:
             return None
@@ -148,7 +148,7 @@ class Sessions:
         return window if window is not None and window.room == room else None
 
     def ping(self, turn: PrefillTurn, peer: Peer) -> None:
-        # A peer whose session we lost gets no answer: its silence rule makes it start over.
+        # A peer whose session we lost gets no answer, so that it counts us as silent and starts over.
         if peer.session is not None:
             turn.add(Send(peer.identity, Ping(self._life)))
 
@@ -158,7 +158,7 @@ class Sessions:
                 turn.add(Send(peer.identity, notice))
 
     def register(self, turn: PrefillTurn, event: RegistrationReceived) -> list[Session]:
-        """Start or finish a registration; gives the sessions that it replaced."""
+        """Start or finish a registration; return the sessions that it replaced."""
         peer = self.hear(turn, event.identity)
         known = self.owner(event.identity, event.registration.session)
         if peer is None:
@@ -179,20 +179,23 @@ class Sessions:
             self._check(turn, peer, session)
             return []
         replaced = self._bind(turn, session)
-        if not session.route.dummy:  # nobody can say whose life answers, but the first room need not wait for that
+        if (
+            not session.route.dummy
+        ):  # the answering life is unknown, but the first room need not wait for the connection
             turn.add(OpenData(session.id, session.life, session.registration.arena_base))
         return replaced
 
     def _holder(self, session: Session) -> Session | None:
-        """The other connection that has the session. Only a new life, if it answers there, takes it over at once."""
+        """Return the other connection that holds the session, unless the newcomer is a new life: that takes it over."""
         holders = self._checking.get((session.id, session.life)), self._bound.get(session.id)
         others = [holder for holder in holders if holder is not None and holder.identity != session.identity]
         return next((holder for holder in others if session.life in ("", holder.life)), None)
 
     def _contest(self, turn: PrefillTurn, session: Session, holder: Session) -> None:
-        """A life that connected again may have left its old connection behind: that one keeps the session if it speaks.
+        """Let the connection that holds the session keep it while it is alive.
 
-        Whether it is still there is seen by sending it a word; when it is lost the contender has its turn.
+        A life that connected again may have left the old connection behind. A ping shows whether that is still there;
+        when it is lost, the contender is checked.
         """
         if not session.life:
             self._refuse_as_taken(turn, session)
@@ -205,7 +208,7 @@ class Sessions:
         self._refuse(turn, peer, session.id, "session", "owned by another peer", session.id)
 
     def _check(self, turn: PrefillTurn, peer: Peer, session: Session) -> None:
-        """Ask who answers at the session's address; a connection has one such question at a time."""
+        """Ask which life answers at the session's address; a connection has one such question at a time."""
         key = (session.id, session.life)
         self._drop_checks(turn, session.identity, but=key)
         peer.session = session.id
@@ -220,7 +223,7 @@ class Sessions:
                 turn.add(CloseData(*key))
 
     def reject(self, turn: PrefillTurn, event: RegistrationRejected) -> list[Session]:
-        """Refuse what cannot be read; gives the session that a legacy peer lost by it."""
+        """Refuse what cannot be read; return the session that a legacy peer lost by it."""
         peer = self.hear(turn, event.identity)
         self._rejected["registration"] += 1
         if peer is None or event.route is None:
@@ -229,7 +232,7 @@ class Sessions:
         return self._contradicted(turn, event.identity, event.route.session)
 
     def _contradicted(self, turn: PrefillTurn, identity: bytes, session_id: SessionId) -> list[Session]:
-        """End a legacy peer's session that another registration of the legacy channel names."""
+        """End and return a legacy peer's session that another registration of the legacy channel names."""
         bound = self._bound.get(session_id)
         if bound is None or not is_legacy(identity) or not is_legacy(bound.identity):
             return []
@@ -239,7 +242,7 @@ class Sessions:
         return [bound]
 
     def connected(self, turn: PrefillTurn, event: DataConnected) -> list[Session]:
-        """Whoever answers at the address owns the session; gives the sessions that it replaced."""
+        """Bind the session if the expected life answered at its address; return the sessions that it replaced."""
         session = self._checking.pop((event.session, event.life), None)
         if session is None:
             return self._reconnected(turn, event)
@@ -252,10 +255,10 @@ class Sessions:
         return []
 
     def _reconnected(self, turn: PrefillTurn, event: DataConnected) -> list[Session]:
-        """A push opened the connection again: if another life answers now, the bound one is gone."""
+        """Lose the bound session if a push connected again and another life answered; return what was lost."""
         bound = self._bound.get(event.session)
         if bound is None or not bound.life or bound.life != event.life or event.decode_life == event.life:
-            return []  # nobody can say which life a peer without `hello` has
+            return []  # a peer without `hello` has no known life
         return self.lose(turn, bound.identity)
 
     def data_lost(self, turn: PrefillTurn, event: DataLost) -> None:
@@ -267,7 +270,7 @@ class Sessions:
     # ---- ends
 
     def lose(self, turn: PrefillTurn, identity: bytes) -> list[Session]:
-        """Forget a connection and what it owns; gives the sessions that went with it."""
+        """Forget a connection; return the sessions that it held."""
         self._timers.drop(identity)
         if self._peers.pop(identity, None) is None:
             return []
@@ -280,14 +283,14 @@ class Sessions:
         return gone
 
     def _give_way(self, turn: PrefillTurn, identity: bytes) -> None:
-        """A connection is gone: whoever contended for its session has its turn, and it contends for none itself."""
+        """Check the contender for a lost connection's session, and drop the lost one as a contender."""
         for holder in [holder for holder, session in self._contending.items() if session.identity == identity]:
             del self._contending[holder]
         if contender := self._contending.pop(identity, None):
             self._check(turn, self._peers[contender.identity], contender)
 
     def silent(self, turn: PrefillTurn) -> list[Session]:
-        """Lose every connection that said nothing for too long; gives those that had to make place, too."""
+        """Lose every connection that was silent for too long; return their sessions and those of evicted ones."""
         gone, self._evicted = self._evicted, []
         for identity in list(self._timers.due(turn.now)):
             peer = self._peers[identity]
@@ -299,7 +302,10 @@ class Sessions:
         return gone
 
     def _evict(self, turn: PrefillTurn) -> bool:
-        """Make place by forgetting the peer that was silent for longest: one without a session, else a legacy one."""
+        """Make place by forgetting the peer that was silent for longest: one without a session, else a legacy one.
+
+        Return False when there is none of either.
+        """
         peers = self._peers.values()
         idle = [peer for peer in peers if peer.session is None] or [peer for peer in peers if is_legacy(peer.identity)]
         if idle:
@@ -345,7 +351,7 @@ class Sessions:
         self._tell_refused(turn, peer, Refused(session, field, ours, theirs))
 
     def _tell_refused(self, turn: PrefillTurn, peer: Peer, refused: Refused) -> None:
-        if peer.native or is_legacy(peer.identity):  # what a legacy peer cannot be told, its channel logs
+        if peer.native or is_legacy(peer.identity):  # a legacy peer cannot be told, so its channel logs it
             turn.add(Send(peer.identity, refused))
 
     def _bind(self, turn: PrefillTurn, session: Session) -> list[Session]:

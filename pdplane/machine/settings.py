@@ -1,4 +1,4 @@
-"""What a machine is told once: ranks, deadlines in seconds, and bounds."""
+"""What a machine is made with: ranks, deadlines in seconds, and bounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 class PrefillSettings:
     """Settings of a prefill rank's machine.
 
-    `reoffer_s`: how long a request waits for another offer when decode took one back just before it came.
+    `reoffer_s`: how long a request waits for another offer when decode gave the use up just before it came.
     """
 
     prefill_rank: int = 0
@@ -30,7 +30,7 @@ class PrefillSettings:
 class DecodeSettings:
     """Settings of a decode rank's machine.
 
-    `one_sided`: bytes land past the fence and unheard, whoever sends them; those of legacy ranks always do.
+    `one_sided`: the transport writes past the fence and reports nothing; that of legacy ranks always does.
     """
 
     tp_size: int = 1

@@ -1,7 +1,7 @@
 """The life of a room on each role, as tables of legal moves.
 
 Guards are events of their own ("all offers are in" is counted first and then fed to the table),
-and what a move causes hangs on the state that is entered, never on the event that led there.
+and actions follow from the state that is entered, never from the event that led there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PrefillMove(enum.Enum):
     COMPLETED = "completed"  # the last expected offer was counted
     PUSHED = "pushed"  # one push ended well
     FINISHED = "finished"
-    DRAINED = "drained"  # no push is outstanding
+    DRAINED = "drained"  # no push is under way
     BROKEN = "broken"
 
 
@@ -93,7 +93,7 @@ Move = TypeVar("Move", bound=enum.Enum)
 
 
 def advance(table: Mapping[tuple[State, Move], State], state: State, move: Move) -> State:
-    """The next state, or LocalProtocolError that names the illegal move."""
+    """Return the next state. Raises LocalProtocolError, which names the illegal move."""
     try:
         return table[state, move]
     except KeyError:

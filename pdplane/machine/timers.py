@@ -39,7 +39,7 @@ class Timers(Generic[Key]):
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> Iterator[Key]:
-        """Each key whose time has come, dropped as it is given."""
+        """Yield each key whose time has come, and drop it."""
         while (earliest := self.earliest()) is not None and earliest <= now:
             _, _, key = heapq.heappop(self._heap)
             del self._at[key]

@@ -1,4 +1,4 @@
-"""What is remembered of ended rooms, so that a late message differs from an unknown one and revives nothing."""
+"""What is remembered of ended rooms, so that late messages are told from unknown ones and revive nothing."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ class Tombstone:
     prompts: frozenset[str] = frozenset()
 
     def covers(self, use: Use) -> bool:
-        """Whether this use is over, or older than one that is."""
+        """Return whether this use is over, or older than one that is."""
         return is_over(self.ended, use)
 
     def awaits(self, prompt_hash: str | None) -> bool:
-        """Whether a request of this prompt may be the one that this use missed: decode gave up before it came."""
+        """Return whether a request of this prompt may belong to this use, given up by decode before it came."""
         if not self.cause or self.requested:
             return False
         return not (prompt_hash and self.prompts) or prompt_hash in self.prompts
 
     def missed_by(self, peer: Peer) -> bool:
-        """Whether the room failed its caller before this decode rank had any part in it."""
+        """Return whether the room failed its caller before this decode rank had any part in it."""
         return self.requested and self.cause is not None and peer not in self.members
 
     @property
     def is_raw(self) -> bool:
-        """Whether a peer without generations took part: its late words cannot be told from new ones."""
+        """Whether a peer without generations took part: its late messages cannot be told from new ones."""
         return 0 in self.ended.values()
 
 
@@ -65,7 +65,7 @@ def is_over(ended: Mapping[Peer, Generation], use: Use) -> bool:
 
 
 def merge(ended: Mapping[Peer, Generation], *uses: Use) -> dict[Peer, Generation]:
-    """`ended` with these uses over too; the longest known go when there are too many."""
+    """Return `ended` with these uses added; the oldest entries go when there are too many."""
     merged = dict(ended)
     for use in uses:
         newest = max(merged.pop(use.peer, use.generation), use.generation)
@@ -79,8 +79,8 @@ def merge(ended: Mapping[Peer, Generation], *uses: Use) -> dict[Peer, Generation
 class Graveyard:
     """Ended rooms, for a limited time and in a limited number; the oldest go first.
 
-    Most tombstones stand for the same time, so their order is the order of their ends; those behind one that
-    stands longer are over in time, but forgotten a little later.
+    Most tombstones last equally long, so they expire in the order in which they were added. Those behind one that lasts
+    longer stop counting in time, but are removed a little later.
     """
 
     capacity: int = 65536
@@ -101,7 +101,7 @@ class Graveyard:
         return stone if stone is not None and stone.until > now else None
 
     def take(self, room: Room, now: float) -> Mapping[Peer, Generation]:
-        """Open the number for a new use; gives what of the old ones is over for peers that count generations."""
+        """Free the number for a new use; return the newest ended generation of each peer that has generations."""
         stone = self.find(room, now)
         self._stones.pop(room, None)
         return {peer: newest for peer, newest in stone.ended.items() if newest} if stone else {}
