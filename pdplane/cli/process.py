@@ -59,20 +59,20 @@ class StopSignal:
     def __init__(self) -> None:
         self._asked = False
         self._interrupts = False
-        self._bell: tuple[socket.socket, socket.socket] | None = None
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle both signals inside the block; the main thread only."""
-        self._bell = bell = socket.socketpair()
-        bell[1].settimeout(0)
+        self._wakeup = wakeup = socket.socketpair()
+        wakeup[1].settimeout(0)
         before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            for end in bell:
+            for end in wakeup:
                 end.close()
 
     @contextmanager
@@ -88,17 +88,17 @@ class StopSignal:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether a signal came within the time; inside `listening`."""
-        assert self._bell is not None, "listen first"
+        assert self._wakeup is not None, "listen first"
         if not self._asked:
-            select.select([self._bell[0]], [], [], timeout_s)
+            select.select([self._wakeup[0]], [], [], timeout_s)
         return self._asked
 
     def _receive(self, _number: int, _frame: FrameType | None) -> None:
         if self._asked:
             os._exit(_KILLED)
         self._asked = True
-        if self._bell is not None:
-            self._bell[1].send(b"\0")
+        if self._wakeup is not None:
+            self._wakeup[1].send(b"\0")
         if self._interrupts:
             raise KeyboardInterrupt
 

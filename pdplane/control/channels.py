@@ -24,14 +24,14 @@ _DOMAIN = b"pdplane"
 
 
 class Curve:
-    """Puts the key pair on sockets."""
+    """The key pair of CURVE, and the sockets' ends that use it."""
 
     def __init__(self, secret: Secret) -> None:
         self._private = z85.encode(secret.curve_key())
         self.public = zmq.curve_public(self._private)
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Accept only clients that prove to own the pair; needs a `Gatekeeper` in the same context."""
+        """Accept only clients that prove that they own the pair; needs a `Gatekeeper` in the same context."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._private)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
@@ -43,7 +43,7 @@ class Curve:
 
 
 class Gatekeeper:
-    """Answers ZAP requests: the one key may come in. A source of the reactor that causes no events."""
+    """Answers libzmq's ZAP requests: only the one key is let in. A source of the reactor that causes no events."""
 
     def __init__(self, curve: Curve) -> None:
         self._key = z85.decode(curve.public)
@@ -75,19 +75,19 @@ class Gatekeeper:
 # ---- The native control channel on a prefill rank: one ROUTER that every decode rank connects to
 #
 # Frames are those of the legacy wire, notices stand beside them on the same socket so that order holds.
-# Sockets never block: what cannot be queued is an event or a count. Source of the frames: `pdplane.wire`.
+# Sockets never block: a message that cannot be queued becomes an event or a count. `pdplane.wire` has the frames.
 
 
 MAX_FRAME_BYTES = 4 << 20  # a manifest may have 2 MiB, a layout 256 KiB
 _HIGH_WATER = 4096
-_LINGER_MS = 500  # what is said last at closing gets this long to leave
+_LINGER_MS = 500  # time that the last messages have to leave at closing
 
 
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 
 def open_context() -> Context:
-    """A context of our own, so that a forked child or another library shares nothing with us."""
+    """Return a new context, so that a forked child or another library shares nothing with us."""
     context: Context = zmq.Context()
     context.setsockopt(zmq.IPV6, 1)
     context.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -98,7 +98,7 @@ def open_context() -> Context:
 
 
 def bind_socket(bound: zmq.Socket[bytes], listen: Endpoint, name: str) -> Endpoint:
-    """Bind and give the real address; ConfigError names one that cannot be bound."""
+    """Bind and give the real address; raise ConfigError, which names one that cannot be bound."""
     try:
         bound.bind(listen.url("tcp"))
     except zmq.ZMQError as error:
@@ -109,7 +109,7 @@ def bind_socket(bound: zmq.Socket[bytes], listen: Endpoint, name: str) -> Endpoi
 
 
 class RouterChannel:
-    """A prefill rank's end: hears every decode rank, answers each by the identity of its connection."""
+    """A prefill rank's end: receives from every decode rank, answers each by the identity of its connection."""
 
     def __init__(self, rejected: Counter[str], curve: Curve | None = None) -> None:
         self._rejected, self._curve = rejected, curve
@@ -121,7 +121,7 @@ class RouterChannel:
         return self._socket
 
     def bind(self, context: Context, listen: Endpoint) -> Endpoint:
-        """Bind and give the real address; ConfigError names one that cannot be bound."""
+        """Bind and give the real address; raise ConfigError, which names one that cannot be bound."""
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._curve is not None:
@@ -130,7 +130,7 @@ class RouterChannel:
 
     def receive(self) -> list[events.PrefillEvent]:
         identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-        if events.is_legacy(identity):  # a name that only we give, to peers without a connection of their own
+        if events.is_legacy(identity):  # only we give this name, to legacy peers
             self._rejected["reserved_identity"] += 1
             return []
         try:
@@ -140,7 +140,7 @@ class RouterChannel:
             return []
 
     def send(self, send: Send) -> list[events.PrefillEvent]:
-        """Queue one message; the event says that the connection is gone or takes no more."""
+        """Queue one message; return an event if the connection is gone or its queue is full."""
         message = send.message
         frames = wire.encode_status(message) if isinstance(message, Status) else wire.encode_notice(message)
         try:
@@ -164,7 +164,7 @@ class RouterChannel:
 
 
 def read_registration(identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
-    """A registration as the machine's event, rejected or not."""
+    """Return the machine's event for a registration, accepted or rejected."""
     try:
         registration = wire.decode_registration(frames)
         layout = wire.decode_layout(registration.layout)
@@ -178,8 +178,8 @@ def read_registration(identity: bytes, frames: Sequence[bytes]) -> events.Prefil
 
 
 def read_preallocation(identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
-    """A pre-allocation as the machine's event; WireError when room or session cannot be read."""
-    offer = wire.decode_preallocation(frames)  # without room and session there is nobody to answer for
+    """Return a pre-allocation as the machine's event; raise WireError when room or session cannot be read."""
+    offer = wire.decode_preallocation(frames)  # without room and session nobody can be answered
     try:
         manifest = wire.decode_manifest(offer.manifest) if offer.manifest else None
     except WireError as wrong:
@@ -191,7 +191,7 @@ def read_preallocation(identity: bytes, frames: Sequence[bytes]) -> events.Prefi
 
 
 class DealerChannel:
-    """A decode rank's end: one connection to one life of one prefill rank."""
+    """A decode rank's end: the connection to one life of one prefill rank."""
 
     def __init__(
         self, channel: events.Channel, session: SessionId, rejected: Counter[str], curve: Curve | None = None
@@ -205,7 +205,7 @@ class DealerChannel:
         return self._socket
 
     def connect(self, context: Context, endpoint: Endpoint) -> None:
-        """Begin to connect; what is sent meanwhile is queued."""
+        """Begin to connect; messages sent meanwhile are queued."""
         self._socket = context.socket(zmq.DEALER)
         # Unguessable and never used twice: two owners of one identity would steal each other's messages.
         self._socket.setsockopt(zmq.IDENTITY, new_life().encode("ascii"))
@@ -224,7 +224,7 @@ class DealerChannel:
             return []
 
     def send(self, action: Tell | Offer) -> None:
-        """Queue one message; a full queue drops it with a count (the peer is silent and about to be lost)."""
+        """Queue one message, or count it as undeliverable: a peer whose queue is full is about to be lost."""
         try:
             self.socket.send_multipart(self._frames(action), zmq.NOBLOCK)
         except zmq.Again:
@@ -244,7 +244,7 @@ class DealerChannel:
 
 
 class Dealers:
-    """Every channel of one decode rank. On the reactor's thread only, but for `open` and `close` around its life."""
+    """Every channel of one decode rank; used on the reactor's thread only, except `open` and `close`."""
 
     def __init__(self, rejected: Counter[str], curve: Curve | None) -> None:
         self._rejected, self._curve = rejected, curve
@@ -256,7 +256,7 @@ class Dealers:
         self._context, self._reactor = open_context(), reactor
 
     def connect(self, channel: events.Channel, endpoint: Endpoint, session: SessionId) -> list[events.DecodeEvent]:
-        """Begin to connect; the event says that it cannot be tried (a host that is no address, no sockets left)."""
+        """Begin to connect; return an event if that cannot be tried (a host that is no address, no sockets left)."""
         assert self._context is not None, "open first"
         assert self._reactor is not None, "open first"
         dealer = DealerChannel(channel, session, self._rejected, self._curve)
@@ -276,11 +276,11 @@ class Dealers:
             dealer.close()
 
     def send(self, action: Tell | Offer) -> list[events.DecodeEvent]:
-        """Queue one message; gives no event: a peer that takes nothing falls silent, and that is noticed."""
+        """Queue one message; return no event, since the loss of a peer is noticed by its silence."""
         dealer = self._channels.get(action.channel)
         if dealer is not None:
             dealer.send(action)
-        else:  # it could not be connected, and the machine has not been told yet
+        else:  # it could not be connected, and that event is still under way
             self._rejected["undeliverable"] += 1
         return []
 

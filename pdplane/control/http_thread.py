@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_GRACE_S = 0.25  # what running requests get to notice a closing server before they are cancelled
+_GRACE_S = 0.25  # time that running requests have when the server closes, before they are cancelled
 _BACKLOG = 512
 
 
@@ -70,14 +70,15 @@ class HttpThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def serve(self, app: web.Application, host: str, port: int) -> Endpoint:
-        """Serve an application and return where it listens; port 0 takes a free one. Blocks: not for the loop's thread.
+        """Serve an application and return where it listens; port 0 takes a free one.
 
-        A request whose client went away is cancelled. Raises ConfigError that names the address when it cannot bind.
+        Blocks, so not for the loop's thread. A request whose client went away is cancelled. Raises ConfigError, which
+        names the address, when it cannot be bound.
         """
         return self.run(self._serve(app, host, port)).result()
 
     def session(self) -> aiohttp.ClientSession:
-        """The one client session; for coroutines on this loop only."""
+        """Return the one client session; for coroutines on this loop only."""
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=256, limit_per_host=64))
         return self._session
@@ -117,7 +118,7 @@ class HttpThread:
         await _end_tasks()  # before the session: a request that is cancelled gives its connection back
         if self._session is not None:
             await self._session.close()
-        await _let_the_loop_turn()  # closed transports let go of their sockets in its next rounds
+        await _let_the_loop_turn()  # closed transports close their sockets in its next turns
 
 
 def _run(loop: asyncio.AbstractEventLoop, name: str) -> None:
@@ -163,7 +164,7 @@ async def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)  # here, so that the loser of a race for a port gets the same error as a latecomer
-        listener.settimeout(0)  # asyncio wants it non-blocking
+        listener.settimeout(0)  # asyncio needs it non-blocking
     except OSError as error:
         listener.close()
         raise ConfigError(_bind_failure(host, port, error)) from error

@@ -1,4 +1,10 @@
-"""The legacy control channel: a PULL that is bound and a PUSH that is connected, on either role."""
+"""The legacy control channel on either role: one PULL that is bound, one PUSH to each peer.
+
+No connection has a name here. On prefill a peer is known by the host, port and session of its registration, and that
+makes its identity for the machine; a pre-allocation names only the session, so its sender is whoever registered the
+session last. Sockets never block: a message that cannot be queued becomes an event or a count.
+Rules: docs/legacy_wire.md sections 1, 3, 5, 6 and 11.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +37,7 @@ _Value = TypeVar("_Value")
 
 
 class Latest(Generic[_Key, _Value]):
-    """A table of bounded size; what was used least lately goes first."""
+    """A table of bounded size; the entry that was used longest ago goes first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._held = capacity, OrderedDict[_Key, _Value]()
@@ -46,7 +52,7 @@ class Latest(Generic[_Key, _Value]):
         return self._held[key]
 
     def put(self, key: _Key, value: _Value) -> list[_Value]:
-        """Keep a value; gives those that had to go."""
+        """Keep a value; return those that had to go."""
         self._held[key] = value
         self._held.move_to_end(key)
         return [self._held.popitem(last=False)[1] for _ in range(len(self._held) - self._capacity)]
@@ -61,9 +67,9 @@ class Latest(Generic[_Key, _Value]):
 
 
 def reply_host(host: str) -> str:
-    """A registration's host as the legacy peers use it: what stands before the colon. WireError for IPv6.
+    """Return a registration's host as legacy peers use it: what stands before the colon. Raises WireError for IPv6.
 
-    They would cut `fd00::2` to `fd00`; their sockets speak no IPv6 anyway.
+    They would cut `fd00::2` to `fd00`, and their sockets have IPv6 turned off.
     """
     if host.startswith("[") or host.count(":") > 1:
         raise WireError("endpoint", f"a legacy peer cannot be answered at the IPv6 address {host}")
@@ -74,7 +80,7 @@ def reply_host(host: str) -> str:
 
 
 class LegacyPrefillChannel:
-    """A prefill rank's legacy end. On the reactor's thread only, but for `bind` and `close` around its life."""
+    """A prefill rank's end; used on the reactor's thread only, except `bind` and `close`."""
 
     def __init__(self, rejected: Counter[str]) -> None:
         self._rejected = rejected
@@ -90,7 +96,7 @@ class LegacyPrefillChannel:
         return self._pull
 
     def bind(self, context: Context, listen: Endpoint) -> Endpoint:
-        """Bind and give the real address; ConfigError names one that cannot be bound."""
+        """Bind and give the real address; raise ConfigError, which names one that cannot be bound."""
         self._context, self._pull = context, context.socket(zmq.PULL)
         return bind_socket(self._pull, listen, "legacy control port")
 
@@ -98,7 +104,7 @@ class LegacyPrefillChannel:
         return self.read(self.socket.recv_multipart(zmq.NOBLOCK))
 
     def read(self, frames: Sequence[bytes]) -> list[events.PrefillEvent]:
-        """The events of one message; what nobody could be told about is dropped with a count."""
+        """Return the events of one message; one whose sender cannot be answered is dropped and counted."""
         try:
             if wire.is_registration(frames):
                 return [self._registration(frames)]
@@ -108,9 +114,9 @@ class LegacyPrefillChannel:
             return []
 
     def send(self, send: Send) -> list[events.PrefillEvent]:
-        """Queue a status; the event says that its way back is not known any more or takes no more."""
+        """Queue a status; return an event if the peer's address is forgotten or its queue is full."""
         address = self._addresses.get(send.identity)
-        if isinstance(send.message, Refused):  # this wire has no word for it: decode learns it with its first room
+        if isinstance(send.message, Refused):  # this wire has no message for it: the session's rooms will fail
             logger.warning("the legacy decode at %s is refused: %s", address, _reason(send.message))
             return []
         if address is None or not isinstance(send.message, Status):
@@ -135,7 +141,7 @@ class LegacyPrefillChannel:
             push.close()
 
     def _registration(self, frames: Sequence[bytes]) -> events.PrefillEvent:
-        route = wire.decode_route(frames)  # without a way back nothing of it is kept
+        route = wire.decode_route(frames)  # without an address for answers nothing of it is kept
         route = attrs.evolve(route, host=reply_host(route.host))
         identity = events.legacy_identity(route)
         self._identities.put(route.session, identity)
@@ -145,7 +151,7 @@ class LegacyPrefillChannel:
     def _preallocation(self, frames: Sequence[bytes]) -> list[events.PrefillEvent]:
         _, session = wire.preallocation_route(frames)
         identity = self._identities.get(session)
-        if identity is None:  # nobody knows whom to answer
+        if identity is None:  # there is no address to answer
             self._rejected["unknown_session"] += 1
             return []
         return [read_preallocation(identity, frames)]
@@ -171,12 +177,12 @@ def _reason(refused: Refused) -> str:
     return f"{refused.field} differs: ours {refused.ours}, theirs {refused.theirs} (session {refused.session})"
 
 
-# ---- The legacy control channel on a decode rank: one PULL that hears every prefill rank, one PUSH to each
+# ---- The legacy control channel on a decode rank: one PULL for every prefill rank, one PUSH to each
 #
-# What native peers say beside the legacy frames is made up here, so that the machine need not know: a registration
-# counts as answered when it is sent (this wire never answers), a ping is a question to the rendezvous and a look at
-# the connection, a cancel and a hello have no words. A status names neither its channel nor its use of the room; both
-# are what we offered last. Rules: docs/legacy_wire.md sections 1, 3, 5, 6 and 11.
+# The notices that native peers send beside the legacy frames are imitated here, so that the machine need not know: a
+# registration counts as answered when it is sent (this wire never answers), a ping asks the rendezvous and looks at the
+# connection, a cancel and a hello are not sent. A status names neither its channel nor its use of the room; both are
+# taken from our last offer.
 
 
 MAX_ROOMS = 65536
@@ -194,7 +200,7 @@ class _Asked:
 
 
 def probed(line: LegacyLine, found: Endpoint | None) -> events.DecodeEvent | None:
-    """What the rendezvous' answer means; None when it says nothing of a living rank, and silence will say the rest."""
+    """Return the event that the rendezvous' answer means; None when it does not show that the rank lives."""
     channel = line.channel
     if found is not None and found != line.endpoint:
         return events.ChannelBroken(channel, f"prefill rank {channel.prefill_rank} restarted and is at {found} now")
@@ -202,7 +208,7 @@ def probed(line: LegacyLine, found: Endpoint | None) -> events.DecodeEvent | Non
 
 
 class LegacyLine:
-    """The PUSH to one prefill rank, and what its socket tells of the connection behind it."""
+    """The PUSH to one prefill rank, and the events of its connection."""
 
     def __init__(self, channel: events.Channel, endpoint: Endpoint, context: Context) -> None:
         self.channel, self.endpoint = channel, endpoint
@@ -217,18 +223,20 @@ class LegacyLine:
         self._push.connect(self.endpoint.url("tcp"))
 
     def receive(self) -> list[events.DecodeEvent]:
-        """One event of the socket. A rank that is there again may be another life: it is told our session again."""
+        """Take one event of the socket; register again when the connection is back, since another life may be there."""
         event = int.from_bytes(self.socket.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
         self.stands = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if not self.stands:
             self._left = True
-            logger.warning("legacy prefill rank %d at %s closed its end", self.channel.prefill_rank, self.endpoint)
+            logger.warning(
+                "legacy prefill rank %d at %s closed the connection", self.channel.prefill_rank, self.endpoint
+            )
         elif self._left and self.introduction:
             self._left = not self.queue(self.introduction)
         return []
 
     def queue(self, frames: list[bytes]) -> bool:
-        """Queue one message; False when the queue is full."""
+        """Queue one message; return False when the queue is full."""
         try:
             self._push.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -242,7 +250,7 @@ class LegacyLine:
 
 
 class LegacyPrefills:
-    """Every legacy channel of one decode rank. On the reactor's thread only, but for `bind` and `close`."""
+    """Every legacy channel of one decode rank; used on the reactor's thread only, except `bind` and `close`."""
 
     def __init__(self, rejected: Counter[str], probe: Probe) -> None:
         self._rejected, self._probe = rejected, probe
@@ -254,7 +262,10 @@ class LegacyPrefills:
         self._asked: Latest[Room, _Asked] = Latest(MAX_ROOMS)
 
     def bind(self, listen: Endpoint, session: SessionId) -> Endpoint:
-        """Bind the PULL and give its real address, for the session that legacy ranks shall write to. ConfigError."""
+        """Bind the PULL, for the session that legacy ranks write to, and return its real address.
+
+        Raises ConfigError.
+        """
         self._session, self._context = session, open_context()
         self._pull = self._context.socket(zmq.PULL)
         return bind_socket(self._pull, listen, "legacy status port")
@@ -272,7 +283,7 @@ class LegacyPrefills:
         return self.read(self.socket.recv_multipart(zmq.NOBLOCK))
 
     def read(self, frames: Sequence[bytes]) -> list[events.DecodeEvent]:
-        """The event of one status; one that we cannot read, or of a room that we never offered, is counted."""
+        """Return the event of one status; one that cannot be read, or of a room that was never offered, is counted."""
         try:
             status = wire.decode_status(frames)
         except WireError as wrong:
@@ -282,13 +293,13 @@ class LegacyPrefills:
         if asked is None:
             self._rejected["unknown_room"] += 1
             return []
-        some = next(iter(asked.channels.values()))  # a rank that we did not ask: the machine sees that it is foreign
+        some = next(iter(asked.channels.values()))  # any channel: the machine sees that the rank is a foreign one
         channel = asked.channels.get(status.prefill_rank, some)
         return [events.StatusFromPrefill(channel, status, asked.generation)]
 
     def connect(self, channel: events.Channel, endpoint: Endpoint, session: SessionId) -> list[events.DecodeEvent]:
-        """Begin to connect; the event says that it cannot be tried."""
-        del session  # legacy ranks have one of their own
+        """Begin to connect; return an event if that cannot be tried."""
+        del session  # legacy ranks write to a session of their own
         assert self._context is not None, "bind first"
         assert self._reactor is not None, "open first"
         try:
@@ -307,7 +318,7 @@ class LegacyPrefills:
             line.close()
 
     def send(self, action: Tell | Offer) -> list[events.DecodeEvent]:
-        """Queue what this wire can say; gives what a native peer would have answered."""
+        """Queue what this wire can carry; return what a native peer would have answered."""
         channel, line = action.channel, self._lines.get(action.channel)
         if line is None:
             self._rejected["undeliverable"] += 1
@@ -326,7 +337,7 @@ class LegacyPrefills:
             case Ping():
                 self._probe(line)
             case _:
-                pass  # a hello, a cancel: no words for them here
+                pass  # a hello, a cancel: this wire has neither
         return []
 
     def close(self) -> None:

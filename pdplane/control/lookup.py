@@ -1,4 +1,9 @@
-"""The client half of the rendezvous, on the HTTP thread: decode's look-ups and a prefill rank's own PUT."""
+"""The client half of the rendezvous, on the HTTP thread: decode's look-ups and a prefill rank's own PUT.
+
+Nothing here runs on the reactor, and no answer of another machine is trusted before it is checked. The PUT is retried
+until it is accepted and then repeated for ever: that renews the lease of `RankTable` and fills the table again after
+the rendezvous has restarted.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ async def exchange(
     *,
     body: str | None = None,
 ) -> tuple[int, str]:
-    """One bounded HTTP exchange: status and text. Raises RendezvousError with status 0 when nobody answered."""
+    """Return status and text of one bounded HTTP exchange. Raises RendezvousError with status 0 when nobody answered."""
     headers = {} if secret is None else {"Authorization": f"Bearer {secret.bearer()}"}
     if body is not None:
         headers["Content-Type"] = "application/json"
@@ -62,7 +67,7 @@ async def _read(response: aiohttp.ClientResponse) -> str:
 
 
 def reason_in(text: str) -> str:
-    """The message inside an error body of ours, or the first line of another server's."""
+    """Return the message inside an error body of ours, or the first line of another server's."""
     try:
         message = json.loads(text)["error"]["message"]
     except (ValueError, RecursionError, KeyError, TypeError):
@@ -72,15 +77,15 @@ def reason_in(text: str) -> str:
 
 # ---- Host names to addresses, on the HTTP thread
 #
-# libzmq would look a name up itself: on the thread that serves all its sockets, where a slow name server stalls them
-# all, and it would try the first of several addresses only.
+# libzmq would look a name up on the thread that serves all its sockets, where a slow name server stalls them all, and
+# would try only the first of several addresses.
 
 
 _ADDRESSES = 8  # tried at most
 
 
 async def find_address(host: str, port: int, timeout_s: float) -> str:
-    """The name's first address where something listens; what is an address already is given back as it is.
+    """Return the name's first address at which something listens; an address is returned as it is.
 
     Raises OSError, after at most `timeout_s` for the name and as much for each address.
     """
@@ -108,21 +113,17 @@ async def _addresses(host: str, port: int, timeout_s: float) -> list[str]:
         found = await asyncio.wait_for(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), timeout_s)
     except TimeoutError:
         raise OSError(f"no name server answered for {host} in {timeout_s:g} s") from None
-    except (socket.gaierror, ValueError) as error:  # ValueError: a text that no name can be
+    except (socket.gaierror, ValueError) as error:  # ValueError: a text that is no name
         raise OSError(f"{host!r} is no known host name: {error}") from None
     return [str(entry[4][0]) for entry in found][:_ADDRESSES]
 
 
-# ---- The client half of the rendezvous, on the HTTP thread: decode's look-ups and a prefill rank's own PUT
-#
-# Nothing here runs on the reactor, and no answer of another machine is trusted before it is checked. The PUT is retried
-# until it is heard and then repeated for ever: the repetition is the lease that `rank_table` speaks of, and it fills
-# the table again after the rendezvous restarted.
+# ---- Look-ups and the announcement
 
 
 logger = logging.getLogger(__name__)
 
-_NOT_YET = 503  # our own mark for "no ranks yet", whatever words the server used
+_NOT_YET = 503  # our mark for "no ranks yet", whatever the server answered
 
 
 @attrs.frozen
@@ -161,7 +162,7 @@ class LookUpOptions:
     """How long a look-up tries.
 
     `deadline_s` bounds the whole of it, while the rendezvous answers that ranks are missing. An address where nobody
-    answers at all is given up after `unreachable_s`, so that a client hears of a dead prefill soon.
+    answers is given up after `unreachable_s`, so that clients of a dead prefill get their error soon.
     """
 
     deadline_s: float = 120.0
@@ -173,7 +174,7 @@ class LookUpOptions:
 
 
 class LookUp:
-    """Asks rendezvous servers for a room's prefill ranks. Each one is fresh: a restarted prefill is seen at once."""
+    """Asks rendezvous servers for a room's prefill ranks; nothing is cached, so a restarted prefill is seen at once."""
 
     def __init__(self, http: HttpThread, options: LookUpOptions | None = None, secret: Secret | None = None) -> None:
         self._http = http
@@ -198,7 +199,7 @@ class LookUp:
         search.add_done_callback(ended)
 
     def check(self, bootstrap: Endpoint, dp_group: int, tp_rank: int, done: Callable[[Endpoint | None], None]) -> None:
-        """Ask once where a rank listens; `done` gets None when there is no answer. Never blocks."""
+        """Ask once where a rank listens; `done` gets None without an answer. Never blocks."""
 
         def ended(question: Future[RankAddress]) -> None:
             answered = not question.cancelled() and question.exception() is None
@@ -264,7 +265,7 @@ class LookUp:
             self._http, "GET", url, self._secret, options.connect_timeout_s, options.request_timeout_s
         )
         if status != 200:
-            # Only the question for one rank may be answered 404 by a server that is a rendezvous.
+            # A rendezvous answers 404 only to the question for one rank.
             raise RendezvousError(url, _NOT_YET if status == 404 and tp_rank >= 0 else status, reason_in(text))
         try:
             body = json.loads(text)
@@ -316,7 +317,7 @@ class Announcement:
     layout: bytes
 
     def body(self) -> str:
-        """The PUT's JSON, legacy fields first."""
+        """Return the PUT's JSON, legacy fields first."""
         return json.dumps(
             {
                 "role": "Prefill",
@@ -372,12 +373,12 @@ class Announcer:
         self._running: Future[None] | None = None
 
     def start(self) -> None:
-        """Begin to announce; returns at once."""
+        """Begin to announce; return at once."""
         if self._running is None:
             self._running = self._http.run(self._announce())
 
     def stop(self) -> None:
-        """Announce no more; idempotent, returns at once."""
+        """Announce no more; idempotent, return at once."""
         if self._running is not None:
             self._running.cancel()
 

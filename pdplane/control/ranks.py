@@ -1,8 +1,8 @@
 """The connection between rank 0 and another rank of one split model: JSON lines over TCP.
 
-Rank 0 listens, on a port and with a word that it tells the others through the ring. A line is `[kind, number, text]`.
-Its order is the order of sending, which the ranks' common steps rely on. Both ends beat; an end, an error or a long
-silence of the other side is told once, and nothing is repaired: ranks live and die together.
+Rank 0 listens; it sends its port and a password to the others through the ring. A line is `[kind, number, text]`. Lines
+arrive in the order of sending, which the ranks' common steps rely on. Both sides send heartbeats; an end, an error or a
+long silence of the other side is reported once, and nothing is repaired: ranks start and end together.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 Message: TypeAlias = tuple[str, int, str]
 
 _BEAT_S = 2.0
-_SILENCE_S = 30.0  # a loaded machine may be slow; a death shows at once, as the end of the stream
+_SILENCE_S = 30.0  # a loaded machine may be slow; a death ends the stream at once
 _MEETING_S = 60.0
 _MAX_LINE = 64 << 20  # a prompt of some million tokens
 _MAX_BACKLOG = 2 * _MAX_LINE  # a rank that lets more than that wait is stuck
 
 
 class RankLink:
-    """One end. `on_message` and `on_lost` are called on the link's own thread, the latter once at most.
+    """One side of the connection. `on_message` and `on_lost` are called on its own thread, the latter once at most.
 
-    Whoever sends never waits, not even for a rank that has stopped: senders hold locks that all requests need.
+    Sending never waits, not even for a rank that has stopped: senders hold locks that all requests need.
     """
 
     def __init__(self, connected: socket.socket, name: str) -> None:
@@ -51,14 +51,14 @@ class RankLink:
         self._threads: list[threading.Thread] = []
 
     def start(self, on_message: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
-        """Begin to listen and to beat."""
+        """Begin to receive and to send heartbeats."""
         for work in (lambda: self._read(on_message, on_lost), self._write):
             thread = threading.Thread(target=work, name="pdplane-rank-link", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def send(self, kind: str, number: int = 0, text: str = "") -> None:
-        """Send a line, in order with all others; a dead or stuck peer is `on_lost`'s business, not the sender's."""
+        """Send a line, in order with all others; `on_lost` reports a dead or stuck peer, not this call."""
         line = json.dumps([kind, number, text]).encode() + b"\n"
         with self._changed:
             if self._over or self._parting:
@@ -70,8 +70,8 @@ class RankLink:
                 self._changed.notify_all()
 
     def part(self, word: str) -> None:
-        """Say a last word; the end of the other side is no loss from now on."""
-        with self._changed:  # once the word is out, the other side may end before we say that we part
+        """Send a last line; the end of the other side counts as no loss from now on."""
+        with self._changed:  # once the line is sent, the other side may end before we note that we part
             self.send(word)
             self._parting = True
             self._changed.notify_all()
@@ -79,7 +79,7 @@ class RankLink:
                 self._end()
 
     def wait_end(self, timeout_s: float) -> None:
-        """Wait until the other side has ended too; what it says until then is heard."""
+        """Wait until the other side has ended too, taking its lines until then."""
         if self._threads:
             self._threads[0].join(timeout_s)
 
@@ -97,12 +97,12 @@ class RankLink:
     # ---- what is sent; all but `_write` under the lock
 
     def _push(self, data: bytes | bytearray) -> int:
-        """Hand the socket what it takes now; gives how much that was."""
+        """Send what the socket takes now; return how many bytes that was."""
         try:
             return self._out.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # the reader finds the end
+        except OSError:  # the reader notices the end
             self._cut()
             return 0
 
@@ -119,7 +119,7 @@ class RankLink:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _write(self) -> None:
-        """Beat, and send what the socket did not take at once."""
+        """Send heartbeats, and what the socket did not take at once."""
         poll = select.poll()
         poll.register(self._out, select.POLLOUT)
         while True:
@@ -171,7 +171,7 @@ def _parse(line: bytes) -> Message:
 
 
 class RankListener:
-    """Rank 0's door; `close` it when all are in."""
+    """Rank 0's listener for the other ranks; `close` it when all are connected."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -186,7 +186,7 @@ class RankListener:
         self.word = secrets.token_hex(16)
 
     def accept(self, size: int) -> list[RankLink]:
-        """The links to ranks 1 to `size` - 1, in order. Raises ConfigError when not all come in time."""
+        """Return the links to ranks 1 to `size` - 1, in order. Raises ConfigError when not all come in time."""
         found: dict[int, RankLink] = {}
         deadline = time.monotonic() + _MEETING_S
         try:
@@ -195,7 +195,7 @@ class RankListener:
                 connected, _ = self._socket.accept()
                 rank = self._greeted(connected)
                 if rank is None or not 0 < rank < size or rank in found:
-                    logger.warning("somebody who is no rank of ours knocked at port %s", self.port)
+                    logger.warning("a connection to port %s was not from one of our ranks", self.port)
                     connected.close()
                 else:
                     found[rank] = RankLink(connected, f"rank {rank}")
@@ -209,7 +209,10 @@ class RankListener:
         self._socket.close()
 
     def _greeted(self, connected: socket.socket) -> int | None:
-        """Byte by byte, so that nothing of what follows the greeting is lost."""
+        """Read the greeting byte by byte, to lose nothing behind it.
+
+        Return the rank that it names, None for none of ours.
+        """
         connected.settimeout(5)
         line = b""
         try:
@@ -224,7 +227,7 @@ class RankListener:
 
 
 def connect_rank(address: Endpoint, word: str, rank: int) -> RankLink:
-    """The link to rank 0. Raises ConfigError."""
+    """Return the link to rank 0. Raises ConfigError."""
     try:
         connected = socket.create_connection((address.host, address.port), _MEETING_S)
         connected.sendall(f"{word} {rank}\n".encode())

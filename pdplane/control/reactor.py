@@ -18,15 +18,14 @@ from pdplane.errors import InternalError
 from pdplane.machine.actions import WakeAt
 from pdplane.machine.events import Tick
 
-_PAUSE_S = 0.25  # a thread that is later than this was held up: stopped, swapped out, or kept from the interpreter
+_PAUSE_S = 0.25  # a thread that is later than this was stopped, swapped out, or kept from the interpreter
 
 
 class AwakeClock:
-    """Seconds that stand still while the thread that reads it cannot run.
+    """A clock that stands still while the thread that owns it cannot run.
 
-    What others said meanwhile waits in the sockets, so deadlines that passed meanwhile are no sign of anything. One
-    thread owns it: it says at each `lap` how long it may be busy or wait until the next one, and reads it after a lap,
-    which takes out what has just been missed.
+    Messages of that time wait in the sockets, so deadlines that passed in it mean nothing. At each `lap` the owner says
+    how long it may be busy or wait until the next one; whatever a lap takes beyond that is left out of the time.
     """
 
     def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
@@ -38,14 +37,14 @@ class AwakeClock:
         return self._read() - self._missed
 
     def lap(self, allowed_s: float = 0.0) -> None:
-        """The last lap is over, and the next one takes no longer than `allowed_s`; what it is late then is a pause."""
+        """End the last lap, and begin one of at most `allowed_s`; a longer delay counts as a pause."""
         read = self._read()
         if self._due is not None and (late := read - self._due) > _PAUSE_S:
             self._missed += late
         self._due = read + allowed_s
 
 
-# ---- The one thread that owns a role's sockets and its machine; everybody else posts values to it
+# ---- The thread
 
 
 logger = logging.getLogger(__name__)
@@ -58,11 +57,11 @@ Event_contra = TypeVar("Event_contra", contravariant=True)
 Action_co = TypeVar("Action_co", covariant=True)
 
 _TURN = 256  # messages taken from one socket before the others get their turn
-_IDLE_S = 1.0  # of a pause that hits a wait, as much counts as the wait may take: less than a peer's silence
+_IDLE_S = 1.0  # longest wait: less than a peer's silence, since of a pause in a wait that much counts as time
 
 
 class Machine(Protocol[Event_contra, Action_co]):
-    """Decides: one event in, the actions that it causes out, a WakeAt last when time matters."""
+    """Takes one event and returns the actions that it causes, a WakeAt last when time matters."""
 
     def handle(self, event: Event_contra, now: float) -> Sequence[Action_co | WakeAt]: ...
 
@@ -74,7 +73,10 @@ class Source(Protocol[Event_co]):
     def socket(self) -> zmq.Socket[bytes]: ...
 
     def receive(self) -> Iterable[Event_co]:
-        """The events of one message, none if it was dropped; zmq.Again when there is no message. Never blocks."""
+        """Return the events of one message, none if it was dropped. Raises zmq.Again without a message.
+
+        Never blocks.
+        """
 
 
 @attrs.frozen
@@ -86,7 +88,7 @@ class Reactor(Generic[Event, Action]):
     """Polls sockets, feeds the machine, hands its actions to `perform`.
 
     `perform` runs on this thread, must not block, and may return events that its own failures cause.
-    `broken` is called once, on this thread, should the loop end by a bug: the owner must then fail
+    `broken` is called once, on this thread, if a bug ends the loop: the owner must then fail
     everything that waits. The constructor opens nothing; `close` is idempotent, bounded and joins.
     """
 
@@ -101,7 +103,7 @@ class Reactor(Generic[Event, Action]):
         self._posted: deque[Event | _Question | None] = deque()
         self._sources: dict[zmq.Socket[bytes], Source[Event]] = {}
         self._poller = zmq.Poller()
-        self._bell: tuple[socket.socket, socket.socket] | None = None
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
         self._wake: float | None = None
         self._clock = AwakeClock()
@@ -109,29 +111,29 @@ class Reactor(Generic[Event, Action]):
     # ---- any thread
 
     def start(self) -> None:
-        self._bell = socket.socketpair()
-        for end in self._bell:
+        self._wakeup = socket.socketpair()
+        for end in self._wakeup:
             end.settimeout(0)
-        self._poller.register(self._bell[0], zmq.POLLIN)
+        self._poller.register(self._wakeup[0], zmq.POLLIN)
         # A daemon thread: an owner that forgets `close` does not hang the interpreter's exit.
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
     def post(self, event: Event) -> None:
-        """Hand an event over; never blocks. After the end it is dropped: whoever waits has been told."""
+        """Hand an event over; never blocks. After the end it is dropped, since whatever waited has failed by then."""
         self._posted.append(event)
-        self._ring()
+        self._wake_up()
 
     def ask(self, question: Callable[[], T], timeout_s: float = 5.0) -> T:
-        """Have a question answered on the reactor's thread, where the machine may be read.
+        """Return the answer to a question that is asked on the reactor's thread, where the machine may be read.
 
         Raises InternalError when the reactor does not answer in time.
         """
-        if self.is_current:  # a callback of ours asks: waiting would be for ever
+        if self.is_current:  # a callback asks, and waiting for itself would never end
             return question()
         answer: Future[T] = Future()
         self._posted.append(_Question(lambda: answer.set_result(question())))
-        self._ring()
+        self._wake_up()
         try:
             return answer.result(timeout_s if self.alive else 0)
         except TimeoutError:
@@ -147,17 +149,17 @@ class Reactor(Generic[Event, Action]):
         return threading.current_thread() is self._thread
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End after everything posted before; raises InternalError when the thread does not end."""
+        """End after everything that was posted before. Raises InternalError when the thread does not end."""
         if self._thread is None:
             return
         self._posted.append(None)
-        self._ring()
+        self._wake_up()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise InternalError(f"{self._name} did not end within {timeout_s:g} s")
-        for end in self._bell or ():
+        for end in self._wakeup or ():
             end.close()
-        self._bell = None
+        self._wakeup = None
 
     # ---- the reactor's own thread, or before `start`
 
@@ -171,14 +173,14 @@ class Reactor(Generic[Event, Action]):
 
     # ---- the loop
 
-    def _ring(self) -> None:
-        bell = self._bell
-        if bell is None:
+    def _wake_up(self) -> None:
+        wakeup = self._wakeup
+        if wakeup is None:
             return
         try:
-            bell[1].send(b"\0")
+            wakeup[1].send(b"\0")
         except (BlockingIOError, OSError):
-            return  # it rings already, or nobody is there to hear it
+            return  # a wake-up is under way already, or the thread has ended
 
     def _run(self) -> None:
         try:
@@ -204,10 +206,10 @@ class Reactor(Generic[Event, Action]):
         return True
 
     def _take_posted(self) -> bool:
-        bell = self._bell
-        if bell is not None:
+        wakeup = self._wakeup
+        if wakeup is not None:
             try:
-                while len(bell[0].recv(4096)) == 4096:
+                while len(wakeup[0].recv(4096)) == 4096:
                     pass
             except BlockingIOError:
                 pass

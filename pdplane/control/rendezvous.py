@@ -1,4 +1,27 @@
-"""The HTTP rendezvous: prefill ranks PUT where they listen, decode ranks GET it."""
+"""The HTTP rendezvous: prefill ranks PUT where they listen, decode ranks GET it.
+
+The routes, fields and types are the legacy peers' own, so either generation can ask:
+
+* `GET /health` answers 200 `OK`.
+* `PUT /route` registers a rank: `role`, `world_size`, `dp_size`, `rank_ip`, `rank_port`, `engine_rank`, `cache_layout`,
+  and from native ranks `pdplane` (1), `router_port` and `prefill_life`.
+* `GET /route?engine_rank=-1&target_dp_group=-1` answers `prefill_tp_size` (the world size), `prefill_dp_size`,
+  `cache_layout`, and `pdplane` when every rank is native.
+* `GET /route?engine_rank=T&target_dp_group=D` answers `rank_ip`, `rank_port`, and a native rank's extras.
+
+`t = world_size // dp_size` ranks make a data-parallel group; rank `g` of the world is rank `g % t` of group `g // t`.
+Where the legacy server answers 500 this one answers 400, 401, 404, 409 or 503 with `{"error": {...}}`, and nothing of a
+refused PUT is kept. Rules: docs/legacy_wire.md section 2.
+
+Who may replace a registration:
+
+* A native rank renews a lease of `LEASE_S` with each PUT. Until it lapses only the same life may PUT for that rank;
+  another life gets 409 and tries again. A lapsed registration counts as missing.
+* A legacy rank puts once and never again, so its registration never lapses. Another PUT from the same `rank_ip`
+  replaces it, as after a restart.
+* Sizes and layout belong to the registered ranks together. A PUT that differs gets 400, unless it is a native rank's
+  and no other rank is registered: then it begins a new table.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +88,10 @@ class _Held:
 
 
 class RankTable:
-    """The registrations of one prefill instance. Refusals are RendezvousError with the HTTP status."""
+    """The registrations of one prefill instance, with time as an argument.
+
+    Refusals are RendezvousError with a status.
+    """
 
     def __init__(self) -> None:
         self._sizes: Sizes | None = None
@@ -82,7 +108,7 @@ class RankTable:
         return entry
 
     def sync(self, now: float) -> dict[str, Any]:
-        """The answer for all ranks at once; 503 until every rank has registered."""
+        """Return the answer for all ranks at once; refuse with 503 until every rank has registered."""
         self._forget_lapsed(now)
         sizes = self._sizes
         if sizes is None:
@@ -101,7 +127,7 @@ class RankTable:
         return answer
 
     def rank(self, dp_group: int, tp_rank: int, now: float) -> dict[str, Any]:
-        """Where one rank of one data-parallel group listens; 404 when it has not registered or cannot exist."""
+        """Return where one rank of a group listens; refuse with 404 one that has not registered or cannot exist."""
         self._forget_lapsed(now)
         sizes = self._sizes
         if sizes is None or not (0 <= dp_group < sizes.dp_size and 0 <= tp_rank < sizes.tp_size):
@@ -141,7 +167,7 @@ class RankTable:
 
 
 def read_put(body: object) -> tuple[Sizes, RankEntry]:
-    """Check a PUT's JSON value. Raises RendezvousError 400 that names the field."""
+    """Return what a PUT's JSON says. Raises RendezvousError with status 400, which names the field."""
     if not isinstance(body, Mapping):
         raise _refusal(400, "the body is not a JSON object")
     role = _text(body, "role")
@@ -202,20 +228,7 @@ def _refusal(status: int, reason: str) -> RendezvousError:
     return RendezvousError("/route", status, reason)
 
 
-# ---- The HTTP rendezvous: prefill ranks PUT where they listen, decode ranks GET it
-#
-# The routes, fields and types are the legacy peers' own, so either generation can ask:
-#
-# * `GET /health` answers 200 `OK`.
-# * `PUT /route` registers a rank: `role`, `world_size`, `dp_size`, `rank_ip`, `rank_port`, `engine_rank`,
-#   `cache_layout`,
-#   and from native ranks `pdplane` (1), `router_port` and `prefill_life`.
-# * `GET /route?engine_rank=-1&target_dp_group=-1` answers `prefill_tp_size` (the world size), `prefill_dp_size`,
-#   `cache_layout`, and `pdplane` when every rank is native.
-# * `GET /route?engine_rank=T&target_dp_group=D` answers `rank_ip`, `rank_port`, and a native rank's extras.
-#
-# Where the legacy server answered 500 this one says 400, 401, 404, 409 or 503 with `{"error": {...}}`, and nothing of a
-# refused PUT is kept. The rules of replacement stand at `RankTable`.
+# ---- HTTP
 
 
 logger = logging.getLogger(__name__)
@@ -230,7 +243,7 @@ _KINDS = {400: "bad_request", 401: "unauthorized", 404: "not_found", 409: "confl
 def rendezvous_app(
     secret: Secret | None = None, *, open_reads: bool = False, clock: Callable[[], float] = time.monotonic
 ) -> web.Application:
-    """The application of one prefill instance, with an empty table.
+    """Return the application of one prefill instance, with an empty table.
 
     With a secret, /route asks for its bearer token; `open_reads` lets legacy decodes GET without one.
     """
@@ -284,7 +297,7 @@ class _Routes:
     def _get(self, request: web.Request) -> web.Response:
         asked_rank, asked_group = request.query.get("engine_rank"), request.query.get("target_dp_group")
         if not asked_rank or not asked_group:
-            return web.Response(text="Missing inputs for bootstrap server.", status=400)  # the legacy server's words
+            return web.Response(text="Missing inputs for bootstrap server.", status=400)  # as the legacy server answers
         tp_rank, dp_group = _integer("engine_rank", asked_rank), _integer("target_dp_group", asked_group)
         if tp_rank == dp_group == -1:
             return web.json_response(self._table.sync(self._clock()))
