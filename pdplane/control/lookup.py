@@ -40,7 +40,7 @@ async def exchange(
     *,
     body: str | None = None,
 ) -> tuple[int, str]:
-    """Return status and text of one bounded HTTP exchange. Raises RendezvousError with status 0 when nobody answered."""
+    """Return status and text of one HTTP exchange. Raises RendezvousError, with status 0 when nobody answered."""
     headers = {} if secret is None else {"Authorization": f"Bearer {secret.bearer()}"}
     if body is not None:
         headers["Content-Type"] = "application/json"
