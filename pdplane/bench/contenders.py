@@ -19,7 +19,7 @@ from pdplane.errors import TransferError
 from pdplane.ids import Endpoint, Generation, Rank, Room, SessionId, new_life
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
-from pdplane.transport.registry import let_go, open_sender
+from pdplane.transport.registry import close_shared, open_sender
 from pdplane.transport.reports import Connected, Pushed, PushFailed, Report, TransportOptions
 from pdplane.transport.sender import Push
 
@@ -53,7 +53,7 @@ class PlaneContender:
         target_base: int,
     ) -> None:
         self._ask, self._fenced = ask, scheme != "mooncake"
-        self._let_go = partial(let_go, scheme, arena)
+        self._close_shared = partial(close_shared, scheme, arena)
         self._session = session
         self._room = 0
         self._changed = threading.Condition()
@@ -92,7 +92,7 @@ class PlaneContender:
 
     def close(self) -> None:
         self._sender.close()
-        self._let_go()
+        self._close_shared()
 
     def _hear(self, report: Report) -> None:
         if isinstance(report, Connected):

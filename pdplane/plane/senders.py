@@ -19,7 +19,7 @@ from pdplane.machine.actions import CancelPush, OpenData, Push
 from pdplane.plane.config import PrefillConfig
 from pdplane.transport import reports
 from pdplane.transport import sender as pushes
-from pdplane.transport.registry import Sender, is_one_sided, let_go, open_sender, require_transport
+from pdplane.transport.registry import Sender, close_shared, is_one_sided, open_sender, require_transport
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Senders:
         self._ending.clear()
         for scheme, one_sided in self._one_sided.items():
             if one_sided:
-                let_go(scheme, self._arena)
+                close_shared(scheme, self._arena)
 
     def _connect(self, session: SessionId, life: Life, arena_base: int, expected: Life | None = None) -> _Connection:
         self.close(session, life)

@@ -4,8 +4,8 @@ Decode opens a window for each room: the runs of the arena that its manifest cov
 the writers it expects. Receivers ask `Fence.admit` for each segment and get a `Grant`, or the reason of
 the refusal. Everything that can store into the arena then goes through `Grant.store`, which holds the
 window's lock shared for that one bounded call. `Fence.close` takes the same lock exclusively: no call
-begins once it was asked for, and it returns when the last running one has ended. So after `close` nothing
-lands any more and the blocks may be reused, while other windows never notice.
+begins after it was called, and it returns when the last running one has ended. So after `close` nothing
+lands any more and the blocks may be reused; other windows are not affected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pdplane.kv.copies import U64
 T = TypeVar("T")
 
 OnLanded: TypeAlias = Callable[[U64, U64], None]
-"""Told offsets and lengths of each whole segment once, by the thread that moved it: must not block and not raise."""
+"""Called with the offsets and lengths of each whole segment, by the thread that moved it; must not block or raise."""
 
 MAX_SEGMENTS = 65_536
 """Segments counted for one rank in one window; 2 GiB in the smallest useful segments are 1,024."""
@@ -53,7 +53,7 @@ class Writer:
 
 @attrs.frozen(eq=False)
 class Write:
-    """One segment's claim: which runs of the arena, for which room; `segment` counts once for each rank."""
+    """The runs of the arena that one segment wants to write, and for which room; a rank's `segment` counts once."""
 
     writer: Writer
     room: Room
@@ -85,7 +85,7 @@ class _Progress:
 
 
 class _Window:
-    """One room's runs. `_gate` guards the fields; a running store is counted, not locked out."""
+    """One room's runs. `_gate` guards the fields; running stores are counted and hold no lock."""
 
     def __init__(
         self,
@@ -160,13 +160,16 @@ class _Window:
             return progress is not None and write.segment in progress.segments
 
     def _covers(self, offsets: U64, lengths: U64) -> bool:
-        """Every run lies whole inside one run of the window; sums that wrap around and empty runs lie nowhere."""
+        """Return whether every run lies inside one run of the window.
+
+        Empty runs and sums that wrap around lie nowhere.
+        """
         ends = offsets + lengths
         limits = self._limits[np.searchsorted(self._starts, offsets, side="right")]
         return bool(((offsets < ends) & (ends <= limits)).all())
 
     def _countable(self, write: Write) -> bool:
-        """A rank lands no more than the window holds, and a repeated segment is the same size as before."""
+        """Return whether the rank stays within the window's bytes and a repeated segment keeps its size."""
         with self._gate:
             progress = self._progress.get(write.writer.prefill_rank)
             if progress is None:
@@ -178,7 +181,7 @@ class _Window:
 
 
 class Grant:
-    """Leave to land one segment, for as long as the window stays open."""
+    """Permission to store one segment, for as long as the window stays open."""
 
     def __init__(self, fence: Fence, window: _Window, write: Write) -> None:
         self._fence, self._window, self._write = fence, window, write
@@ -189,11 +192,11 @@ class Grant:
         return self._window.repeats(self._write)
 
     def store(self, call: Callable[[], T]) -> T | None:
-        """Run a short call that stores into the arena and return its result; None, and no call, once closed."""
+        """Run a short call that stores into the arena and return its result; without a call return None once closed."""
         return self._window.store(call)
 
     def finish(self) -> int | None:
-        """Count the whole segment and return all that the rank has landed; None once the window is closed."""
+        """Count the segment as landed; return all bytes that the rank has landed, None once the window is closed."""
         landed = self._window.finish(self._write)
         if landed is None:
             self._fence.count(Refusal.CLOSED)
@@ -223,8 +226,8 @@ class Fence:
     ) -> None:
         """Let `writers` (prefill rank -> life; None: whoever greets) write the runs of a room.
 
-        `on_landed` is told what has landed, until the window closes and perhaps once more at that moment. Runs may
-        come in any order. Raises LocalProtocolError when the room is open already or a run is empty or leaves the
+        `on_landed` is called for what has landed until the window closes, and perhaps once more at that moment. Runs
+        may come in any order. Raises LocalProtocolError when the room is open already or a run is empty or leaves the
         arena.
         """
         starts, ends = _merged(offsets, lengths, self.arena.nbytes)
@@ -235,10 +238,10 @@ class Fence:
             self._windows[room] = window
 
     def close(self, room: Room, generation: Generation) -> bool:
-        """Return when nothing of this room and generation can land any more; True if this call closed it.
+        """Close a room's window; return, True if it was open, when nothing of this generation can land any more.
 
-        Waits for a running store only, which its caller keeps short. Closing twice is allowed, and
-        the second caller gets the same promise.
+        Waits for running stores only, which are short. Closing twice is allowed: the second call returns False, with
+        the same promise.
         """
         with self._lock:
             window = self._windows.get(room)
@@ -251,7 +254,7 @@ class Fence:
         return closed
 
     def admit(self, write: Write) -> Admission:
-        """A grant for the segment, or the reason of its refusal, which is counted."""
+        """Return a grant for the segment, or why it is refused, which is counted."""
         with self._lock:
             window = self._windows.get(write.room)
         refusal = Refusal.CLOSED if window is None else window.refusal(write)
@@ -267,13 +270,13 @@ class Fence:
             self._refused[refusal] += 1
 
     def landed(self, room: Room, generation: Generation) -> dict[Rank, int]:
-        """Bytes in whole segments by prefill rank; empty when the window is not open."""
+        """Return the bytes in whole segments by prefill rank; nothing when the window is not open."""
         with self._lock:
             window = self._windows.get(room)
         return window.landed() if window is not None and window.generation == generation else {}
 
     def snapshot(self) -> FenceSnapshot:
-        """All counts at one moment."""
+        """Return all counts at one moment."""
         with self._lock:
             return FenceSnapshot(
                 open_windows=len(self._windows),
@@ -286,7 +289,7 @@ class Fence:
 
 
 def _merged(offsets: U64, lengths: U64, nbytes: int) -> tuple[U64, U64]:
-    """Sorted starts and ends of the runs' union; raises LocalProtocolError for a run outside `nbytes`."""
+    """Return sorted starts and ends of the runs' union. Raises LocalProtocolError for a run outside `nbytes`."""
     offsets, lengths = np.asarray(offsets, np.uint64), np.asarray(lengths, np.uint64)
     size = np.uint64(nbytes)
     if len(offsets) != len(lengths) or not lengths.all():

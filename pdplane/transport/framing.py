@@ -1,4 +1,27 @@
-"""Segments and acknowledgements as bytes, without any input or output."""
+"""Segments and acknowledgements as bytes, without any input or output.
+
+Every frame starts with 64 bytes, little-endian:
+
+    magic "PDP1" | u8 version 1 | u8 kind | u16 flags | u32 count | u32 0 | u64 session number |
+    u64 room | u64 generation | u64 segment | u64 nbytes | u64 checksum
+
+`SEGMENT` (prefill to decode): then `count` u64 offsets into the receiver's arena, `count` u64 lengths, and
+`nbytes` bytes, which are the runs one after another. The flag LAST asks for the push's one acknowledgement.
+A push without bytes is one LAST segment of count 0.
+`PULL` (prefill to decode, on connections that agreed on it): as SEGMENT, but a third table, `count` u64 offsets
+into the sender's arena, takes the place of the bytes: the receiver reads them from the sender's memory.
+`TAKEN` (decode to prefill): a PULL that is not the LAST has been read.
+`ACK` (decode to prefill): the segment number of the LAST segment, `count` is the status (0 landed, else a
+`Refusal`), `nbytes` the push's bytes that are in the arena.
+`ABANDON` (prefill to decode): the push ends here, unfinished. With the flag LAST it asks for an ACK of its own
+number, which means that nothing of the push is read any more; without, it gets none.
+
+With the flag CHECKSUM `checksum` is the xxh3 (64 bits) of the segment's bytes, run after run; without it the
+field is 0.
+
+A segment number is `push << 32 | index`: the same push cut the same way has the same numbers, so that whole
+segments of a repeated push count once.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +47,12 @@ XXH3 = "xxh3"
 
 
 def can_check() -> bool:
-    """Whether the extra is installed."""
+    """Return whether the extra `checksum` is installed."""
     return importlib.util.find_spec("xxhash") is not None
 
 
 def checksum_of(arena: Arena, offsets: U64, lengths: U64) -> int:
-    """The xxh3 (64 bits) of the runs' bytes, one run after another; needs the extra."""
+    """Return the xxh3 (64 bits) of the runs' bytes, one run after another; needs the extra."""
     xxhash: Any = importlib.import_module("xxhash")
     digest = xxhash.xxh3_64()
     starts, lengths = merge(offsets, lengths)
@@ -38,29 +61,7 @@ def checksum_of(arena: Arena, offsets: U64, lengths: U64) -> int:
     return int(digest.intdigest())
 
 
-# ---- Segments and acknowledgements as bytes, without any input or output
-#
-# Every frame starts with 64 bytes, little-endian:
-#
-#     magic "PDP1" | u8 version 1 | u8 kind | u16 flags | u32 count | u32 0 | u64 session number |
-#     u64 room | u64 generation | u64 segment | u64 nbytes | u64 checksum
-#
-# `SEGMENT` (prefill to decode): then `count` u64 offsets into the receiver's arena, `count` u64 lengths, and
-# `nbytes` bytes, which are the runs one after another. The flag LAST asks for the push's one acknowledgement.
-# A push without bytes is one LAST segment of count 0.
-# `PULL` (prefill to decode, on connections that agreed on it): as SEGMENT, but a third table, `count` u64 offsets
-# into the sender's arena, stands in the place of the bytes: the receiver reads them from the sender's memory.
-# `TAKEN` (decode to prefill): a PULL that is not the LAST has been read.
-# `ACK` (decode to prefill): the segment number of the LAST segment, `count` is the status (0 landed, else a
-# `Refusal`), `nbytes` the push's bytes that are in the arena.
-# `ABANDON` (prefill to decode): the push ends here, unfinished. With the flag LAST it asks for an ACK of its own
-# number, which says that nothing of the push is read any more; without, it gets none.
-#
-# The flag CHECKSUM says that `checksum` is the xxh3 (64 bits) of the segment's bytes, run after run; without it
-# the field is 0.
-#
-# A segment number is `push << 32 | index`: the same push cut the same way has the same numbers, so that
-# whole segments of a repeated push count once.
+# ---- Frames
 
 
 MAGIC = b"PDP1"
@@ -118,12 +119,12 @@ class Header:
 
 
 def segment_number(push: int, index: int) -> int:
-    """The number of a push's segment."""
+    """Return the number of a push's segment."""
     return push << 32 | index
 
 
 def encode_header(header: Header) -> bytes:
-    """The 64 bytes of a header."""
+    """Return the 64 bytes of a header."""
     return _HEADER.pack(
         MAGIC,
         VERSION,
@@ -141,13 +142,13 @@ def encode_header(header: Header) -> bytes:
 
 
 def encode_segment(header: Header, *tables: U64) -> bytes:
-    """Header and tables: offsets and lengths, after which the bytes of the runs follow, or with a PULL sources too."""
+    """Return header and tables: offsets and lengths (the runs' bytes follow), for a PULL source offsets too."""
     numbers = np.concatenate(tables).astype(_TABLE, copy=False)
     return encode_header(header) + numbers.tobytes()
 
 
 def decode_header(data: bytes | bytearray, session_number: int, kinds: tuple[Kind, ...] = tuple(Kind)) -> Header:
-    """Read 64 bytes; raises WireError for anything but a frame of these kinds and this connection."""
+    """Read 64 bytes. Raises WireError for anything but a frame of these kinds and this connection."""
     if len(data) != HEADER_BYTES:
         raise WireError("header", f"a header has {HEADER_BYTES} bytes, not {len(data)}")
     magic, version, kind, flags, count, zero, number, room, generation, segment, nbytes, check = _HEADER.unpack(data)
@@ -181,7 +182,7 @@ def _check_counts(header: Header) -> None:
 
 
 def decode_tables(header: Header, tables: U64) -> tuple[U64, U64]:
-    """Offsets and lengths of a segment from its tables' numbers; raises WireError when they contradict it."""
+    """Return a segment's offsets and lengths from its tables. Raises WireError when they contradict the header."""
     if tables.nbytes != header.table_bytes:
         raise WireError("tables", f"{len(tables)} numbers for {header.count} runs")
     offsets, lengths = tables[: header.count], tables[header.count : 2 * header.count]
@@ -195,9 +196,9 @@ def decode_tables(header: Header, tables: U64) -> tuple[U64, U64]:
 
 
 def decode_sources(header: Header, tables: U64, source_nbytes: int) -> U64:
-    """A PULL's offsets into its sender's arena of so many bytes; raises WireError when a run leaves that.
+    """Return a PULL's offsets into its sender's arena of `source_nbytes`. Raises WireError for a run that leaves it.
 
-    `decode_tables` has checked the tables.
+    The other tables were checked by `decode_tables`.
     """
     sources, lengths = tables[2 * header.count :], tables[header.count : 2 * header.count]
     size = np.uint64(source_nbytes)
@@ -213,7 +214,7 @@ def _expect(field: str, holds: bool, value: object) -> None:  # noqa: FBT001 - t
 
 
 def segments(copies: Copies, max_bytes: int, max_runs: int = MAX_RUNS) -> Iterator[Copies]:
-    """Cut copies into segments of at most so many bytes and runs, always the same way; empty copies give one."""
+    """Yield copies in segments of at most so many bytes and runs, always cut the same way; one for empty copies."""
     copies = with_short_runs(copies, max_bytes)
     for start, stop in itertools.pairwise(cut(copies.length, max_bytes, max_runs) if len(copies.length) else (0, 0)):
         part = slice(start, stop)
@@ -221,19 +222,19 @@ def segments(copies: Copies, max_bytes: int, max_runs: int = MAX_RUNS) -> Iterat
 
 
 def cut(lengths: U64, max_bytes: int, max_runs: int) -> Iterator[int]:
-    """Where to cut runs, none of them longer than `max_bytes`, into parts: 0, the rows between parts, their number."""
+    """Yield the rows at which to cut runs of at most `max_bytes` each into parts: from 0 to the number of rows."""
     ends, count = np.cumsum(lengths), len(lengths)
     row, done = 0, 0
     yield row
     while row < count:
-        # Python's bisect: numpy's lets go of the GIL, and under a thread that computes each time costs a turn.
+        # Python's bisect: numpy's releases the GIL, and getting it back from a busy thread takes a turn each time.
         row = min(bisect.bisect_right(ends, done + max_bytes, row), row + max_runs)
         done = int(ends[row - 1])
         yield row
 
 
 def with_short_runs(copies: Copies, max_bytes: int) -> Copies:
-    """The same bytes in the same order in runs of at most so many."""
+    """Return the same bytes in the same order, in runs of at most `max_bytes`."""
     if not len(copies.length) or int(copies.length.max()) <= max_bytes:
         return copies
     rows, offsets, lengths = pieces(copies.length, max_bytes)

@@ -9,10 +9,10 @@
 
 Each message is `"PDPG" | u8 version 1 | u8 kind | u16 length` and texts, each `u16 length | UTF-8`, all
 little-endian and at most 2 KiB long. With a secret on both sides each proves to the other that it knows
-it, over both nonces and all that was said; without one the proofs are empty; a secret on one side only is
+it, over both nonces and every earlier message; without one the proofs are empty; a secret on one side only is
 refused. An empty decode life in HELLO means: whoever answers there. Connections of one writer and one bundle
-(any text) live beside each other, one for each stream number; another bundle ends them all. The last three
-fields of ACCEPTED say which shorter ways exist on one host: see `shortcut`, whose messages are these too.
+(any text) exist beside each other, one for each stream number; another bundle ends them all. The last three
+fields of ACCEPTED say which shorter ways exist on one host; ATTACH and ATTACHED, below, choose one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _FIELDS = {
 
 @attrs.frozen
 class Accepted:
-    """A receiver's last word: the number that segments carry, and what it offers on the same host.
+    """A receiver's last message: the number that segments carry, and what it offers on the same host.
 
     `way` names what carries the bytes in the end: `pull`, `unix`, or the scheme itself.
     """
@@ -85,14 +85,14 @@ class Accepted:
 
 @attrs.frozen
 class Bundle:
-    """Which of a sender's connections this is: those of one `id` live together, one for each `stream`."""
+    """Which of a sender's connections this is: those of one `id` belong together, one for each `stream`."""
 
     id: str = attrs.field(factory=lambda: secrets.token_hex(8))
     stream: int = 0
 
 
 def encode(kind: GreetingKind, *texts: str) -> bytes:
-    """One greeting message; texts beyond 512 bytes are cut."""
+    """Return one greeting message; texts beyond 512 bytes are cut."""
     body = b""
     for text in texts:
         data = text.encode("utf-8", "replace")[:MAX_TEXT_BYTES]
@@ -101,7 +101,7 @@ def encode(kind: GreetingKind, *texts: str) -> bytes:
 
 
 def decode_prefix(data: bytes | bytearray) -> tuple[GreetingKind, int]:
-    """Kind and body length from the first 8 bytes; raises WireError."""
+    """Return kind and body length from the first 8 bytes. Raises WireError."""
     magic, version, kind, length = _PREFIX.unpack(data)
     if magic != _MAGIC:
         raise WireError("magic", "not a pdplane data connection")
@@ -113,7 +113,7 @@ def decode_prefix(data: bytes | bytearray) -> tuple[GreetingKind, int]:
 
 
 def decode_body(kind: GreetingKind, body: bytes | bytearray) -> tuple[str, ...]:
-    """The texts of a greeting message; raises WireError."""
+    """Return the texts of a greeting message. Raises WireError."""
     texts, at = [], 0
     while at < len(body):
         if at + _LENGTH.size > len(body):
@@ -138,7 +138,7 @@ def _text(data: bytes) -> str:
 
 
 class SenderGreeting:
-    """The sender's half: each method takes the peer's message and gives the next of ours."""
+    """The sender's half: each method takes the peer's message and returns the next of ours."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class SenderGreeting:
         decode_life: Life | None = None,
         bundle: Bundle | None = None,
     ) -> None:
-        """`decode_life` None accepts whoever answers at the session's address."""
+        """Take what HELLO says; a `decode_life` of None accepts any life at the session's address."""
         bundle = bundle or Bundle()
         self._secret = secret
         self._expected = decode_life
@@ -169,7 +169,7 @@ class SenderGreeting:
         return self._hello
 
     def welcome(self, kind: GreetingKind, texts: tuple[str, ...]) -> bytes:
-        """Check the receiver's proof and give ours; raises WireError when it refuses or cannot be trusted."""
+        """Check the receiver's proof and return ours. Raises WireError when it refuses or its proof is wrong."""
         life, nonce, proof = expected(kind, GreetingKind.WELCOME, texts)
         _match(_NONCE, nonce, "nonce")
         _match(_PROOF, proof, "proof")
@@ -184,14 +184,14 @@ class SenderGreeting:
         return encode(GreetingKind.PROOF, self._secret.answer("sender", *said).hex())
 
     def accepted(self, kind: GreetingKind, texts: tuple[str, ...]) -> Accepted:
-        """The end of the greeting; raises WireError when the receiver refuses."""
+        """Return the end of the greeting. Raises WireError when the receiver refuses."""
         number, boot_id, uid, unix_path = expected(kind, GreetingKind.ACCEPTED, texts)
         value = number_of(number, "session number", 2**64 - 1)
         return Accepted(value, self._decode_life, boot_id, uid, unix_path)
 
 
 class ReceiverGreeting:
-    """The receiver's half; a WireError's reason is what the peer may be told."""
+    """The receiver's half; the reason in a WireError may be sent to the peer."""
 
     def __init__(self, session: SessionId, decode_life: Life, secret: Secret | None) -> None:
         self._session, self._decode_life, self._secret = session, decode_life, secret
@@ -200,7 +200,7 @@ class ReceiverGreeting:
         self.bundle = Bundle("")
 
     def hello(self, kind: GreetingKind, texts: tuple[str, ...]) -> bytes:
-        """Check who speaks and give our proof; raises WireError."""
+        """Check the sender's names and return our proof. Raises WireError."""
         session, decode_life, rank, life, nonce, knows, bundle, stream = expected(kind, GreetingKind.HELLO, texts)
         if session != self._session:
             raise WireError("session", f"session {session!r} is not served here")
@@ -219,19 +219,19 @@ class ReceiverGreeting:
         return encode(GreetingKind.WELCOME, self._decode_life, own_nonce, proof)
 
     def proof(self, kind: GreetingKind, texts: tuple[str, ...]) -> None:
-        """Check the sender's proof; raises WireError."""
+        """Check the sender's proof. Raises WireError."""
         (proof,) = expected(kind, GreetingKind.PROOF, texts)
         _match(_PROOF, proof, "proof")
         if self._secret and not self._secret.check_answer(bytes.fromhex(proof), "sender", *self._said):
             raise WireError("proof", "the sender does not know our secret")
 
     def accepted(self, session_number: int, unix_path: str = "") -> bytes:
-        """Our last word."""
+        """Return our last message."""
         return encode(GreetingKind.ACCEPTED, str(session_number), boot_id(), str(os.getuid()), unix_path)
 
 
 def boot_id() -> str:
-    """Names this boot of this kernel on Linux; empty elsewhere."""
+    """Return the name of this boot of this kernel on Linux, an empty text elsewhere."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -239,7 +239,7 @@ def boot_id() -> str:
 
 
 def expected(kind: GreetingKind, wanted: GreetingKind, texts: tuple[str, ...]) -> tuple[str, ...]:
-    """The texts of the message that is due; raises WireError for any other, REFUSED with its reason."""
+    """Return the texts of the message that is due. Raises WireError for another one, with REFUSED's reason."""
     if kind is GreetingKind.REFUSED:
         raise WireError("refused", f"the receiver refused: {texts[0]}")
     if kind is not wanted:
@@ -253,14 +253,14 @@ def _match(pattern: re.Pattern[str], text: str, field: str) -> None:
 
 
 def number_of(text: str, field: str, maximum: int) -> int:
-    """A greeting's decimal number; raises WireError."""
+    """Return a greeting's decimal number. Raises WireError."""
     _match(_NUMBER, text, field)
     if int(text) > maximum:
         raise WireError(field, f"the greeting's {field} is above {maximum}")
     return int(text)
 
 
-# ---- The shorter ways between two processes of one host: what is said to get from TCP to them
+# ---- The shorter ways between two processes of one host, and the messages that change to them
 #
 #     sender                                                      receiver
 #     (over TCP, after ACCEPTED: both share a kernel and a user, and the receiver offered a Unix path)
@@ -272,8 +272,8 @@ def number_of(text: str, field: str, maximum: int) -> int:
 # with "@" is an abstract name, where each side asks the kernel for the other's user; any other lies in a folder
 # that only its user can enter. ATTACHED ends the TCP connection: from then on the Unix socket carries
 # the frames. The way is `unix` (bytes over the socket) or `pull` (the receiver reads the sender's memory); a
-# receiver that was asked for `pull` and cannot answers `unix`. Whatever goes wrong before ATTACHED leaves the
-# TCP connection as it was, and the sender goes on with that.
+# receiver that is asked for `pull` and cannot do it answers `unix`. If anything goes wrong before ATTACHED, the sender
+# goes on with the TCP connection.
 
 
 PULL = "pull"
@@ -283,7 +283,7 @@ _U64 = 2**64 - 1
 
 @attrs.frozen
 class Attach:
-    """A sender's wish to go on over a Unix socket; the addresses are of its own memory."""
+    """A sender's request to go on over a Unix socket; the addresses are of its own memory."""
 
     session_number: int
     way: str
@@ -297,7 +297,7 @@ class Attach:
 
 
 def decode_attach(kind: GreetingKind, texts: tuple[str, ...]) -> Attach:
-    """Read an ATTACH; raises WireError."""
+    """Read an ATTACH. Raises WireError."""
     number, way, address, nonce, base, nbytes = expected(kind, GreetingKind.ATTACH, texts)
     if way not in (PULL, UNIX):
         raise WireError("way", f"there is no way {way!r}")
@@ -310,12 +310,12 @@ def decode_attach(kind: GreetingKind, texts: tuple[str, ...]) -> Attach:
 
 
 def encode_attached(way: str) -> bytes:
-    """The receiver's consent."""
+    """Return the receiver's consent."""
     return encode(GreetingKind.ATTACHED, way)
 
 
 def decode_attached(kind: GreetingKind, texts: tuple[str, ...], asked: str) -> str:
-    """The way that was agreed on; raises WireError for one that was not asked for."""
+    """Return the way that was agreed on. Raises WireError for one that was not asked for."""
     (way,) = expected(kind, GreetingKind.ATTACHED, texts)
     if way not in (asked, UNIX):
         raise WireError("way", f"{asked!r} was asked for, not {way!r}")
@@ -323,5 +323,5 @@ def decode_attached(kind: GreetingKind, texts: tuple[str, ...], asked: str) -> s
 
 
 def is_reachable(accepted: Accepted) -> bool:
-    """Whether the receiver's offer is of our own kernel and user."""
+    """Return whether the receiver runs under our own kernel and user."""
     return bool(accepted.unix_path) and (accepted.boot_id, accepted.uid) == (boot_id(), str(os.getuid()))

@@ -53,7 +53,7 @@ _Address: TypeAlias = tuple[Any, ...] | str  # of an internet socket, of a Unix 
 
 @attrs.frozen(eq=False)
 class Dial:
-    """How one line connects; `is_down` says that its owner gave it up."""
+    """How one line connects; `is_down` returns True once its owner gave it up."""
 
     wakeup: Wakeup
     is_down: Callable[[], bool]
@@ -75,8 +75,8 @@ class Dial:
         candidate = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         return self._connect(candidate, address_of(path), path, time.monotonic() + self.timeout_s)
 
-    def knock(self, peer: Endpoint, within_s: float) -> str:
-        """Begin a conversation, end it, wait until they do: somebody serves the address. Gives ours. Raises OSError."""
+    def probe(self, peer: Endpoint, within_s: float) -> str:
+        """Connect and close again to see that somebody accepts there; return our address. Raises OSError."""
         with self.tcp(peer) as connected:
             connected.shutdown(socket.SHUT_WR)
             if code := self._wait(connected, select.POLLIN, time.monotonic() + within_s):
@@ -99,7 +99,7 @@ class Dial:
         return candidate
 
     def _wait(self, candidate: socket.socket, event: int, deadline_s: float) -> int:
-        """0 once the event came, or the number of the error that came first."""
+        """Return 0 once the event came, or the number of the error that came first."""
         poll = select.poll()
         poll.register(candidate.fileno(), event)
         poll.register(self.wakeup.descriptor, select.POLLIN)
@@ -110,27 +110,27 @@ class Dial:
                 return 0
             if left_s <= 0:
                 return errno.ETIMEDOUT
-            self.wakeup.clear()  # a push was submitted meanwhile; it waits in its queue
+            self.wakeup.clear()  # a submitted push; it waits in its queue
         return errno.ECONNABORTED
 
 
 def _addresses(peer: Endpoint) -> list[tuple[Any, ...]]:
     try:
         return list(socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM))
-    except ValueError:  # a text that no name can be, such as an empty label
+    except ValueError:  # a text that is no name, such as an empty label
         raise OSError(f"{peer.host!r} is no host name") from None
 
 
 # ---- Connected stream sockets, TCP or Unix, with bounded waits
 #
-# Sockets block, but no call on them for long: SO_RCVTIMEO and SO_SNDTIMEO bound each call, and longer waits
-# are a `poll` that no lock is held over. Another thread ends a wait by shutting the socket down; only the
+# Sockets block, but no call on them takes long: SO_RCVTIMEO and SO_SNDTIMEO bound each call, and longer waits
+# are a `poll`, under which no lock is held. Another thread ends a wait by shutting the socket down; only the
 # thread that uses a socket closes it, so a descriptor's number is never reused under a running call.
 
 
 RECEIVE_SLICE_S = 0.02  # the longest that a receive may hold a room's window while its sender stalls
 SEND_SLICE_S = 0.25
-LOCAL_BUFFER_BYTES = 256 << 10  # on one host larger ones leave the cache: measured slower
+LOCAL_BUFFER_BYTES = 256 << 10  # on one host larger ones leave the processor's cache and were measured slower
 _SCRATCH_BYTES = 256 << 10
 _DONT_WAIT = socket.MSG_DONTWAIT
 _ENDED = "the peer closed the connection"
@@ -148,7 +148,7 @@ class Wakeup:
 
     def wake(self) -> None:
         """Make the descriptor readable; safe at any time from any thread."""
-        # A full buffer is awake already, and after `close` nobody waits.
+        # A full buffer is a wake-up already, and after `close` nobody waits.
         with self._lock, contextlib.suppress(OSError):
             self._writer.send(b"\0")
 
@@ -183,7 +183,7 @@ class Link:
             raise ConnectionAbortedError(self._stopped)
 
     def wait(self, event: int, deadline_s: float | None) -> None:
-        """Wait for POLLIN or POLLOUT (or an end, which the next call finds). Raises TimeoutError."""
+        """Wait for POLLIN or POLLOUT, or for an end, which the next call reports. Raises TimeoutError."""
         self.check()
         self._poll.register(self.descriptor, event)
         left = None if deadline_s is None else (deadline_s - time.monotonic()) * 1000
@@ -212,12 +212,12 @@ class Link:
         return data
 
     def read_greeting(self, deadline_s: float) -> tuple[GreetingKind, tuple[str, ...]]:
-        """One greeting message. Raises WireError, TimeoutError or ConnectionError."""
+        """Read one greeting message. Raises WireError, TimeoutError or ConnectionError."""
         kind, length = decode_prefix(self.read_bytes(PREFIX_BYTES, deadline_s))
         return kind, decode_body(kind, self.read_bytes(length, deadline_s))
 
     def drain(self, count: int, within_s: float) -> None:
-        """Read bytes and forget them; `within_s` bounds the time without progress."""
+        """Read bytes and drop them; `within_s` bounds the time without progress."""
         scratch = memoryview(bytearray(min(count, _SCRATCH_BYTES)))
         while count:
             view = scratch[:count]
@@ -225,7 +225,7 @@ class Link:
             count -= len(view)
 
     def read_available(self) -> bytes:
-        """Bytes that are there now, at least one. Raises ConnectionError at the end of the stream."""
+        """Return the bytes that are there now, at least one. Raises ConnectionError at the end of the stream."""
         try:
             data = self._socket.recv(4096, _DONT_WAIT)
         except BlockingIOError:
@@ -257,7 +257,7 @@ class Link:
                 deadline_s = time.monotonic() + within_s
 
     def receive_vector(self, cursor: iovec.Cursor) -> bool:
-        """One bounded call into the arena: whether it got all it asked for, False too when nothing came in time."""
+        """Make one bounded call into the arena; return whether it was filled, False when nothing came in time."""
         try:
             moved, full = cursor.advance(iovec.receive_all, self.descriptor)
         except BlockingIOError:
@@ -299,7 +299,7 @@ def _tune(connected: socket.socket, buffer_bytes: int | None) -> None:
 def _tune_tcp(connected: socket.socket) -> None:
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A host that vanished without a word is noticed within half a minute of rest (the names differ by system).
+    # A host that vanished is noticed within half a minute of rest; the options' names differ by system.
     for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPALIVE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -409,7 +409,7 @@ class StreamLine:
         return self._link
 
     def _use(self, connected: socket.socket) -> Link:
-        """Make this the line's link, which `shutdown` stops; whoever replaced one closes it."""
+        """Make this the line's link, which `shutdown` stops; the caller closes the one that it replaced."""
         try:
             link = Link(connected, self._options.socket_buffer_bytes)
         except OSError:
@@ -431,7 +431,7 @@ class StreamLine:
         return self._greeting.accepted(*link.read_greeting(deadline_s))
 
     def _shorten(self, dial: Dial, link: Link, accepted: Accepted) -> Accepted:
-        """Go over to the Unix socket; whatever is in the way of that leaves us on TCP."""
+        """Change to the Unix socket, or stay on TCP if anything prevents it."""
         try:
             connected = dial.unix(accepted.unix_path)
         except OSError as error:

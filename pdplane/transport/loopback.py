@@ -50,7 +50,7 @@ _STORE_RUNS = 256
 
 _listening: dict[int, LoopbackReceiver] = {}
 _listening_lock = threading.Lock()
-_ports = itertools.cycle(range(1, 65536))  # a closed receiver's session does not come back soon
+_ports = itertools.cycle(range(1, 65536))  # a closed receiver's session is not given again soon
 
 
 class LoopbackReceiver:
@@ -109,7 +109,7 @@ class LoopbackReceiver:
             connection.end("the receiver was closed")
 
     def greet(self, line: LoopbackLine, greeting: SenderGreeting) -> tuple[_Connection, Accepted]:
-        """The whole greeting of a connecting line. Raises WireError."""
+        """Greet a connecting line. Raises WireError."""
         reply = self._reception.greeting()
         try:
             welcome = reply.hello(*_message(greeting.hello()))
@@ -151,13 +151,13 @@ class _Connection:
         self._reception, self._writer, self._bundle = reception, writer, bundle
         self._line, self._forget = line, forget
         self._landing = reception.landing(writer)
-        self._delivering = threading.RLock()  # a report's owner may end the connection from inside a delivery
+        self._delivering = threading.RLock()  # a report may end the connection from inside a delivery
         self._cause: str | None = None
         self._ended = False
         self.session_number = secrets.randbits(64)
 
     def deliver(self, frame: bytes, part: Copies, source: Arena) -> Header | None:
-        """Take one frame, its bytes still in the sender's arena; the acknowledgement, if it asks for one."""
+        """Take one frame, its bytes still in the sender's arena; return the acknowledgement, if it asks for one."""
         with self._delivering:
             self._check()
             try:
@@ -251,7 +251,7 @@ class LoopbackLine:
             self._changed.notify()
 
     def cut(self, cause: str) -> None:
-        """The receiver's end is over."""
+        """Note that the receiver has closed."""
         with self._changed:
             if self._cause is None:
                 self._cause = cause

@@ -1,8 +1,8 @@
-"""One-sided writes with Mooncake's TransferEngine: what legacy peers speak.
+"""One-sided writes with Mooncake's TransferEngine, as legacy peers use it.
 
 The session is `host:port` of an engine, found by a handshake with that engine; the destination is the
 address that the registration named. Writes need no consent at the receiver: no fence holds, nothing is
-known to have landed until the writer says so elsewhere, and nothing authenticates. So a receiver here
+known to have landed until the writer says so on the control plane, and nothing authenticates. So a receiver here
 reports nothing, and the owner of the arena must keep a failed room's blocks out of use for a while.
 
 Needs the extra `mooncake` and Debian's libibverbs1, librdmacm1 and libnuma1; imported only when the scheme
@@ -38,9 +38,9 @@ BATCH_RUNS = 128
 BATCH_BYTES = 8 << 20
 """Bytes of one batch: what is still written after a cancel."""
 MAX_RETIRED = 4
-"""Engines that are of no more use and wait for their owner's end; more are closed at once, the oldest first."""
+"""Unused engines that are kept until the arena's owner closes; more are closed at once, the oldest first."""
 MAX_ENDED = 16
-"""Sessions that an engine may outlive: it keeps a few descriptors of each."""
+"""Ended sessions after which an engine is replaced: it keeps a few descriptors of each."""
 
 _MISSING = (
     "the transport 'mooncake' needs `pip install 'pdplane[mooncake]'` and, on Debian,"
@@ -49,7 +49,7 @@ _MISSING = (
 
 
 def mooncake_options(options: TransportOptions) -> TransportOptions:
-    """The same settings with segments of one batch."""
+    """Return the same settings with segments of one batch."""
     return attrs.evolve(
         options,
         segment_bytes=min(options.segment_bytes, BATCH_BYTES),
@@ -60,8 +60,8 @@ def mooncake_options(options: TransportOptions) -> TransportOptions:
 
 
 def load_mooncake() -> ModuleType:
-    """Mooncake's module; ConfigError says what to install."""
-    # Its log is its own, on stderr, and chatty; whoever wants it sets the variable.
+    """Return Mooncake's module. Raises ConfigError, which says what to install."""
+    # It logs a lot on stderr; the environment variable turns that on again.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         return importlib.import_module("mooncake.engine")
@@ -87,10 +87,10 @@ class Engine:
         return int(self._engine.get_rpc_port())
 
     def reaches(self, session: SessionId) -> bool:
-        """Whether an engine answers at the session's address.
+        """Return whether an engine answers at the session's address.
 
         Other sessions of this engine wait meanwhile, the interpreter does not (under `get_first_buffer_address` it
-        would), and somebody who accepts and says nothing keeps it for 60 s.
+        would). A peer that accepts and sends nothing holds it up for 60 s.
         """
         return int(self._engine.batch_transfer_sync_write(session, [], [], [])) == 0
 
@@ -113,21 +113,22 @@ class _Shared:
 
     engine: Engine
     arena: Arena
-    lines: int = 0  # that hold it
-    sessions: set[SessionId] = attrs.field(factory=set)  # it has opened
-    owned: bool = True  # the arena's owner has not let go
+    lines: int = 0  # those that use it
+    sessions: set[SessionId] = attrs.field(factory=set)  # those it has opened
+    owned: bool = True  # the arena's owner has not closed it
 
     def suits(self, session: SessionId) -> bool:
-        """Whether nothing that it learnt of sessions before stands against another one."""
+        """Return whether the engine can take another session: a new one, and not after too many ended ones."""
         return session not in self.sessions and len(self.sessions) - self.lines < MAX_ENDED
 
 
 class _Engines:
     """One engine for all senders of an arena: an engine has threads, and registering over RDMA pins the memory.
 
-    It stays for the next line when none holds it, since closing it stops the process. But what it learnt of a session
-    it keeps, wrong or not: when a write failed, a session begins anew or many have ended, another takes its place, and
-    it waits as one of a few for the arena's owner to let go.
+    An unused engine stays for the next line, since closing one stops the process for up to a second. But an engine
+    never forgets a session's addresses, even wrong ones: after a failed write, when a session begins again, or after
+    many ended sessions another engine takes its place, and the old one is one of a few that are kept until the owner
+    closes.
     """
 
     def __init__(self) -> None:
@@ -147,7 +148,7 @@ class _Engines:
         return shared
 
     def retire(self, shared: _Shared) -> None:
-        """Give it to no other line."""
+        """Use the engine for no other line."""
         with self._lock:
             self._current = {key: other for key, other in self._current.items() if other is not shared}
 
@@ -156,8 +157,8 @@ class _Engines:
             shared.lines -= 1
         self._sweep()
 
-    def let_go(self, arena: Arena) -> None:
-        """Close the arena's engines: what a line holds still, when that line ends."""
+    def close_all(self, arena: Arena) -> None:
+        """Close the arena's engines; one that a line still uses is closed when that line ends."""
         with self._lock:
             self._current = {key: shared for key, shared in self._current.items() if shared.arena is not arena}
             for shared in self._open:
@@ -166,7 +167,7 @@ class _Engines:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Close what no line holds or will: of owned engines all but the newest few, of others all."""
+        """Close engines that no line uses or will use: of owned ones all but the newest few, of others all."""
         with self._lock:
             current = list(self._current.values())
             idle = [shared for shared in self._open if not shared.lines and shared not in current]
@@ -182,7 +183,7 @@ _engines = _Engines()
 
 def close_engines(arena: Arena) -> None:
     """Close what was kept for an arena's lines, which have ended."""
-    _engines.let_go(arena)
+    _engines.close_all(arena)
 
 
 class MooncakeLine:
@@ -201,8 +202,8 @@ class MooncakeLine:
         self._shared: _Shared | None = None
 
     def open(self) -> Accepted:
-        """Handshake with the session's engine. Whose life it is nobody says: the answer has an empty one."""
-        host = self._knock()  # ours, the engine's name in its handshakes
+        """Shake hands with the session's engine; the life in the answer is empty, since no engine names one."""
+        host = self._probe()  # ours, which names the engine in its handshakes
         try:
             shared = _engines.acquire(host, self._session, self._arena, self._options)
         except ConfigError as wrong:
@@ -228,7 +229,7 @@ class MooncakeLine:
             self._acks.append(attrs.evolve(header, kind=Kind.ACK, count=0, nbytes=total))
 
     def send_header(self, header: Header) -> None:
-        """A push was given up."""
+        """Forget a push that was given up."""
         self._written.pop((header.room, header.generation, header.push), None)
 
     def receive(self, timeout_s: float | None) -> list[Header]:
@@ -245,7 +246,7 @@ class MooncakeLine:
             self._changed.notify()
 
     def shutdown(self) -> None:
-        """No batch begins any more; the running one cannot be stopped."""
+        """Begin no more batches; the running one cannot be stopped."""
         with self._changed:
             self._shut = True
             if self._wakeup is not None:
@@ -256,17 +257,18 @@ class MooncakeLine:
             _engines.release(self._shared)
             self._shared = None
 
-    def _knock(self) -> str:
-        """Ask without the engine first, which a silent peer (a stopped process) holds up with all its sessions.
+    def _probe(self) -> str:
+        """Connect without the engine first, which a silent peer (a stopped process) would hold up with all its
+        sessions.
 
-        It has as long as for a write; the engine there notes in its log that a handshake was incomplete.
+        The peer has as long as for a write; its engine may log an incomplete handshake. Returns our own address.
         """
         wakeup = Wakeup()
         with self._changed:
             self._wakeup = wakeup
         dial = Dial(wakeup, lambda: self._shut, self._options.connect_timeout_s)
         try:
-            return dial.knock(self._peer, self._options.send_timeout_s)
+            return dial.probe(self._peer, self._options.send_timeout_s)
         except OSError as error:
             cause = error.strerror or error
             raise ConnectionError(f"{self._session}: no mooncake engine answers there: {cause}") from None
@@ -275,7 +277,7 @@ class MooncakeLine:
 
 
 class MooncakeReceiver:
-    """A `Receiver` that lets any peer write into the whole arena, and hears nothing of it."""
+    """A `Receiver` that lets any peer write into the whole arena and reports nothing."""
 
     def __init__(
         self,
@@ -287,7 +289,7 @@ class MooncakeReceiver:
         report: OnReport,
         options: TransportOptions,
     ) -> None:
-        del decode_life, secret, report  # one-sided: nobody asks, nobody proves, nothing is heard
+        del decode_life, secret, report  # a one-sided write asks nobody and reports nothing
         self._listen, self._session = listen, session
         self._arena, self._options = fence.arena, options
         self._engine: Engine | None = None
@@ -319,7 +321,7 @@ class MooncakeReceiver:
         return self._session
 
     def snapshot(self) -> ReceiverSnapshot:
-        """Nothing but zeros: connections are the engine's own."""
+        """Return zeros: the engine keeps its connections to itself."""
         return ReceiverSnapshot(0, 0, 0, 0, 0)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Reading another process's memory: `process_vm_readv`, on Linux, between processes of one user.
 
-A sender on the same host need not copy its bytes into a socket: it names them, and the receiver copies
-them straight into its arena. The kernel allows that to whoever may trace the process: the same user (and,
-under Yama, only a tracer that the process has named). Who the process is comes from the kernel too
-(SO_PEERCRED), and a nonce in its memory proves that the number means the same process on both sides.
+A sender on the same host need not copy its bytes into a socket: it sends their addresses, and the receiver copies
+them straight into its arena. The kernel allows that to a process that may trace the other one: of the same user, and
+under Yama only the tracer that the process has named. The kernel also says which process it is (SO_PEERCRED), and a
+nonce in its memory proves that the number means the same process on both sides.
 Nothing here ever writes into another process.
 """
 
@@ -57,7 +57,7 @@ class Credentials:
 
 
 def peer_credentials(connected: socket.socket) -> Credentials | None:
-    """Who is at the other end; None where the system does not say (macOS)."""
+    """Return the process at the other end; None where the system does not say (macOS)."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     pid, uid, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -65,14 +65,14 @@ def peer_credentials(connected: socket.socket) -> Credentials | None:
 
 
 def can_pull() -> bool:
-    """Whether this system has the call at all."""
+    """Return whether this system has `process_vm_readv`."""
     return hasattr(_libc, "process_vm_readv") and hasattr(socket, "SO_PEERCRED")
 
 
 def allow_tracer(pid: int) -> None:
-    """Let that process of our user read our memory, where Yama asks for it.
+    """Let that process of our user read our memory, where Yama requires it.
 
-    The kernel keeps one tracer for each process: from the second receiver on it is any process of our user.
+    The kernel keeps one tracer for each process, so from the second receiver on any process of our user may.
     """
     if not _YAMA.exists() or not hasattr(_libc, "prctl"):
         return
@@ -83,7 +83,7 @@ def allow_tracer(pid: int) -> None:
 
 
 class Nonce:
-    """Random bytes in our memory that only a reader of it can know."""
+    """Random bytes in our memory, which only a reader of it can know."""
 
     def __init__(self) -> None:
         self._bytes = np.frombuffer(bytearray(os.urandom(NONCE_BYTES)), np.uint8)
@@ -106,7 +106,7 @@ class PeerMemory:
     nbytes: int
 
     def holds(self, address: int, nonce: bytes) -> bool:
-        """Whether the process has these bytes there: it is the one that told us of them."""
+        """Return whether the process has these bytes there, which shows that it is the one that sent their address."""
         found = np.zeros(len(nonce), np.uint8)
         here, there, length = (np.array([number], np.uint64) for number in (found.ctypes.data, address, len(nonce)))
         one = [0, 1]
@@ -117,7 +117,10 @@ class PeerMemory:
         return hmac.compare_digest(found.tobytes(), nonce)
 
     def readings(self, part: Copies, target: Arena, call_bytes: int) -> Iterator[Callable[[], int]]:
-        """Calls that copy the runs from the process into our arena, so many bytes each at most. They raise OSError."""
+        """Yield calls that copy the runs from the process into our arena, at most `call_bytes` each.
+
+        They raise OSError.
+        """
         if not len(part.length):
             return iter(())
         part = with_short_runs(part, call_bytes)
@@ -132,12 +135,12 @@ class PeerMemory:
 class _Vector:
     """One side's runs as iovec entries, neighbours joined, and where each call begins in them.
 
-    Made for all calls at once: numpy lets go of the GIL in each operation, and under a thread that computes
-    it comes back a turn later.
+    Made for all calls at once: numpy releases the GIL in each operation, and getting it back from a busy thread takes a
+    turn.
     """
 
     def __init__(self, addresses: U64, lengths: U64, borders: Sequence[int]) -> None:
-        """`borders`: each call's first row, and the number of rows."""
+        """Join the runs between `borders`: each call's first row, and the number of rows."""
         first = np.ones(len(addresses), np.bool_)
         np.not_equal(addresses[1:], addresses[:-1] + lengths[:-1], out=first[1:])
         first[borders[:-1]] = True
@@ -149,7 +152,7 @@ class _Vector:
         self._address = self._entries.ctypes.data
 
     def of(self, number: int) -> tuple[int, int]:
-        """Address and count of a call's entries."""
+        """Return the address and number of a call's entries."""
         start, stop = self._places[number : number + 2]
         return self._address + ENTRY_BYTES * start, stop - start
 
@@ -164,7 +167,7 @@ class _Reading:
     nbytes: Sequence[int]
 
     def read(self, number: int) -> int:
-        """Make one call. Raises OSError."""
+        """Make one call; return the bytes that it read. Raises OSError."""
         read = _libc.process_vm_readv(self.pid, *self.local.of(number), *self.remote.of(number), 0)
         if read < 0:
             code = ctypes.get_errno()

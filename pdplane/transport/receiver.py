@@ -1,4 +1,4 @@
-"""What every receiver is made of: identity, fence, writers, and one thread for each accepted connection."""
+"""The parts of every receiver: identity, fence, writers, and one thread for each accepted connection."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from pdplane.transport.vector import Cursor
 
 @attrs.frozen
 class ReceiverSnapshot:
-    """Open connections now, and what was turned away since the start."""
+    """Open connections now, and what was refused since the start."""
 
     connections: int
     half_open: int
@@ -87,15 +87,15 @@ class Reception:
         return self._session
 
     def greeting(self) -> ReceiverGreeting:
-        """A fresh greeting for one connection."""
+        """Return a new greeting for one connection."""
         return ReceiverGreeting(self.session, self._decode_life, self._secret)
 
     def landing(self, writer: Writer) -> Landing:
-        """Fresh books for one connection."""
+        """Return the accounts of one new connection."""
         return Landing(self.fence, writer, self.report, checksums=bool(self.options.checksum))
 
     def cut(self, writer: Writer, cause: str) -> None:
-        """Report a writer's end, unless it is our own close."""
+        """Report that a writer's connection ended, unless we close."""
         if not self.closing:
             self.report(WriterCut(writer.prefill_rank, writer.life, cause))
 
@@ -133,7 +133,7 @@ class Landing:
     """The pushes of one writer's connection; used by that connection's thread only."""
 
     def __init__(self, fence: Fence, writer: Writer, report: OnReport, *, checksums: bool = False) -> None:
-        """With `checksums` a segment without one is refused."""
+        """Set up; with `checksums` a segment without one is refused."""
         self._fence, self._writer, self._report = fence, writer, report
         self._demands_checksums = checksums
         self._open: dict[Key, _OpenPush] = {}
@@ -141,7 +141,7 @@ class Landing:
         self._runs: tuple[U64, U64] | None = None  # of the segment that is being stored
 
     def begin(self, header: Header, offsets: U64, lengths: U64) -> Grant | None:
-        """Leave to store a segment's bytes; None when they must be drained: refused, or landed before."""
+        """Return permission to store a segment's bytes; None when they must be dropped: refused, or landed before."""
         push = self._push(header)
         self._grant = self._runs = None
         write = Write(self._writer, header.room, header.generation, header.segment, offsets, lengths, header.nbytes)
@@ -156,7 +156,7 @@ class Landing:
         return admission
 
     def end(self, header: Header) -> Header | None:
-        """Count the segment whose bytes are all read; the answer to send, if it asks for one."""
+        """Count a segment whose bytes are all read; return the answer to send, if it asks for one."""
         push = self._push(header)
         landed = self._finish(header, push)
         if not header.last:
@@ -174,7 +174,7 @@ class Landing:
         return self._fence.admit(write)
 
     def _finish(self, header: Header, push: _OpenPush) -> int | None:
-        """What the rank has landed with this segment; None when it does not count."""
+        """Return all bytes that the rank has landed, this segment included; None when it does not count."""
         grant, runs = self._grant, self._runs
         self._grant = self._runs = None
         if grant is None:
@@ -192,7 +192,7 @@ class Landing:
         return landed
 
     def abandon(self, header: Header) -> Header | None:
-        """Forget a push that its sender gave up; the answer to send, if it asks for one."""
+        """Forget a push that its sender gave up; return the answer to send, if it asks for one."""
         push = self._open.pop(_key(header), _OpenPush())
         return _answer(header, Kind.ACK, 0, push.nbytes) if header.last else None
 
@@ -256,7 +256,7 @@ HALF_OPEN = ""
 
 @attrs.frozen
 class Greeted:
-    """What a greeting led to: whose connection it is, our last word, and how its bytes come."""
+    """The result of a greeting: whose connection it is, our last message, and how its bytes come."""
 
     writer: Writer
     bundle: Bundle
@@ -280,7 +280,7 @@ class Connection:
         self._options = reception.options
         self.greeted: Greeted | None = None
         self.moves = False
-        """Its sender goes on over a Unix socket: the end of this one is no cut."""
+        """Set when its sender goes on over a Unix socket, so that the end of this one is no cut."""
         self._thread = threading.Thread(target=self._run, name="land", daemon=True)
 
     @property
@@ -313,15 +313,15 @@ class Connection:
 
     def _run(self) -> None:
         try:
-            greeted = self._hear()
+            greeted = self._greeted()
             if greeted is not None:
                 self._serve(greeted)
         finally:
             self._link.close()
             self._forget(self)
 
-    def _hear(self) -> Greeted | None:
-        """The greeting up to our last word; None when the connection is refused."""
+    def _greeted(self) -> Greeted | None:
+        """Greet, up to our last message; return None when the connection is refused."""
         deadline_s = time.monotonic() + self._options.greeting_timeout_s
         try:
             return self._greet(self._link, deadline_s)
@@ -355,7 +355,7 @@ class Connection:
                 self._reception.cut(writer, cause)
 
     def _receive(self, greeted: Greeted, landing: Landing) -> None:
-        """Land segments until the connection ends, which is an OSError or a WireError."""
+        """Store segments until the connection ends, which raises OSError or WireError."""
         kinds = FROM_SENDER if greeted.memory is None else FROM_PULLED_SENDER
         while True:
             self._link.wait(select.POLLIN, None)
@@ -381,7 +381,7 @@ class Connection:
         return landing.end(header)
 
     def _store(self, grant: Grant, offsets: U64, lengths: U64) -> int:
-        """Bytes taken from the stream into the arena; fewer than all when the window closed meanwhile."""
+        """Store the stream's bytes; return how many were taken, fewer than all when the window closed meanwhile."""
         cursor = Cursor(offsets + np.uint64(self._reception.fence.arena.base), lengths, self._options.call_bytes)
         receive = functools.partial(self._link.receive_vector, cursor)
         deadline_s = self._deadline()
@@ -398,7 +398,7 @@ class Connection:
         return cursor.done
 
     def _pull(self, grant: Grant, part: Copies, memory: PeerMemory) -> None:
-        """Copy the runs from the sender's memory, as long as the window stays open. Raises OSError."""
+        """Copy the runs from the sender's memory while the window stays open. Raises OSError."""
         for read in memory.readings(part, self._reception.fence.arena, self._options.pull_call_bytes):
             self._link.check()
             if grant.store(read) is None:

@@ -1,4 +1,4 @@
-"""Transports by URL scheme, and what every one of them offers."""
+"""The transports by name, and what both ends of each can do."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Sender(Protocol):
         """Queue a push; never blocks. It ends in one `Pushed` or `PushFailed`. Raises LocalProtocolError."""
 
     def offer(self, push: Push) -> bool:
-        """As `submit`, but False, and no report, when the connection is over: it takes another sender."""
+        """Queue a push as `submit` does; return False, without a report, when the connection is over."""
 
     def cancel(self, room: Room, generation: Generation) -> None:
         """End the room's pushes at the next segment border; those sent whole still await their answer."""
 
     def stop(self) -> None:
-        """Fail what is left; returns at once, harmless when repeated."""
+        """Fail what is left; return at once, harmless when repeated."""
 
     @property
     def ended(self) -> bool:
@@ -65,10 +65,10 @@ class Receiver(Protocol):
         """Listen. Raises ConfigError naming the address."""
 
     def snapshot(self) -> ReceiverSnapshot:
-        """Counts of connections and refusals."""
+        """Return counts of connections and refusals."""
 
     def close(self) -> None:
-        """Nothing lands afterwards, every thread is joined and the port is free; idempotent."""
+        """Close every connection and join every thread, so that nothing lands afterwards; idempotent."""
 
 
 @attrs.frozen
@@ -83,16 +83,16 @@ class Transport:
 class OneSidedTransport:
     """A scheme that writes to addresses, past any fence: no greeting, no life, no `Landed`, no `WriterCut`.
 
-    Its `Connected` carries an empty life. `line` wants the address at which the receiver's arena begins.
+    Its `Connected` carries an empty life. `line` takes the address at which the receiver's arena begins.
     """
 
     line: Callable[[Endpoint, SessionId, int, Arena, TransportOptions], Line]
     receiver: Callable[[Endpoint, SessionId | None, Life, Fence, Secret | None, OnReport, TransportOptions], Receiver]
     options: Callable[[TransportOptions], TransportOptions]
     load: Callable[[], object]
-    """Import what the scheme needs; ConfigError says what to install."""
-    let_go: Callable[[Arena], None]
-    """Close what is kept for an arena's senders from one to the next."""
+    """Imports what the scheme needs, or raises ConfigError, which says what to install."""
+    close_shared: Callable[[Arena], None]
+    """Closes what is kept for an arena's senders from one to the next."""
 
 
 def _stream(*ways: str) -> Transport:
@@ -124,9 +124,9 @@ def open_sender(
     options: TransportOptions | None = None,
     target_base: int | None = None,
 ) -> Sender:
-    """A sender that is not started yet; `decode_life` None takes whoever answers. Raises ConfigError.
+    """Return a sender that is not started yet; `decode_life` None accepts any life. Raises ConfigError.
 
-    When the arena's last sender is closed, its owner calls `let_go`.
+    When the arena's last sender is closed, its owner calls `close_shared`.
     `target_base` is the address of the receiver's arena in its own process, as registered: one-sided schemes need it.
     """
     settings = options or TransportOptions()
@@ -147,11 +147,11 @@ def open_sender(
     return PushSender(partial(make_line, Bundle()), session, arena, report, settings)
 
 
-def let_go(scheme: str, arena: Arena) -> None:
-    """Close what the scheme keeps for an arena's senders, which are closed; idempotent. Raises ConfigError."""
+def close_shared(scheme: str, arena: Arena) -> None:
+    """Close what the scheme kept for an arena's senders, which are all closed; idempotent. Raises ConfigError."""
     transport = _transport(scheme)
     if isinstance(transport, OneSidedTransport):
-        transport.let_go(arena)
+        transport.close_shared(arena)
 
 
 def open_receiver(
@@ -165,13 +165,16 @@ def open_receiver(
     secret: Secret | None = None,
     options: TransportOptions | None = None,
 ) -> Receiver:
-    """A receiver that is not started yet; `session` None makes it from the advertised address. Raises ConfigError."""
+    """Return a receiver that is not started yet; `session` None makes it from the advertised address.
+
+    Raises ConfigError.
+    """
     settings = options or TransportOptions()
     return _transport(scheme).receiver(listen, session, decode_life, fence, secret, report, settings)
 
 
 def is_one_sided(scheme: str) -> bool:
-    """Whether the scheme writes past the fence. Raises ConfigError for one that does not exist."""
+    """Return whether the scheme writes past the fence. Raises ConfigError for one that does not exist."""
     return isinstance(_transport(scheme), OneSidedTransport)
 
 

@@ -31,7 +31,7 @@ class TransportOptions:
     ack_timeout_s: float = 30.0
     """Without an acknowledgement or a byte taken for this long, the connection is over."""
     receive_timeout_s: float = 30.0
-    """Without a byte inside a segment for this long, the connection is over; between segments it may rest."""
+    """Without a byte inside a segment for this long, the connection is over; between segments it may be idle."""
     close_timeout_s: float = 5.0
     socket_buffer_bytes: int | None = None
     call_bytes: int = 16 << 20
@@ -42,13 +42,13 @@ class TransportOptions:
     max_unacknowledged: int = 64
     """Pushes sent whole that await their acknowledgement; no other is begun meanwhile."""
     pull_window: int = 4
-    """Segments that a receiver may have to read from our memory at one time, on connections that pull."""
+    """Segments that a receiver may have still to read from our memory, on connections that pull."""
     pull_call_bytes: int = 16 << 20
     """The most that one call copies from another process: what a closing window waits for."""
     resume_tries: int = 2
     """New connections for a push that a cut interrupted; 0 fails it at once."""
     resume_pause_s: float = 0.2
-    """Before the second and later of them, times their number."""
+    """Pause before the second and each later of them, times their number."""
     streams: int = 1
     """Connections of one sender, over which large pushes are striped."""
     checksum: str = ""
@@ -84,12 +84,12 @@ class TransportOptions:
             )
 
 
-# ---- What transports tell their owner: frozen values, given to one callback from transport threads
+# ---- Reports of a transport to its owner: frozen values, passed to one callback on transport threads
 
 
 @attrs.frozen
 class Connected:
-    """A sender's greeting was accepted; whoever answers at the session's address has this life.
+    """A sender's greeting was accepted; `life` is the one that answered at the session's address.
 
     `way` is what carries the bytes: tcp, unix, pull, loopback, mooncake.
     """
@@ -101,7 +101,7 @@ class Connected:
 
 @attrs.frozen
 class ConnectFailed:
-    """A sender got no connection; it tries no more."""
+    """A sender got no connection and has stopped trying."""
 
     session: SessionId
     cause: str
@@ -109,7 +109,7 @@ class ConnectFailed:
 
 @attrs.frozen
 class Pushed:
-    """Every byte of a push landed, says the receiver."""
+    """The receiver acknowledged every byte of a push."""
 
     session: SessionId
     room: Room
@@ -148,7 +148,7 @@ class Resumed:
 
 @attrs.frozen
 class Landed:
-    """A push of this rank ended well; `nbytes` is all that the rank has landed in the room, whole segments only."""
+    """A push of this rank ended well; `nbytes` counts all whole segments of the rank in the room so far."""
 
     room: Room
     generation: Generation
@@ -167,4 +167,4 @@ class WriterCut:
 
 Report: TypeAlias = Connected | ConnectFailed | Pushed | PushFailed | Disconnected | Resumed | Landed | WriterCut
 OnReport: TypeAlias = Callable[[Report], None]
-"""Must not block and must not raise: it runs on the thread that moves bytes."""
+"""Runs on the thread that moves bytes, so it must not block or raise."""

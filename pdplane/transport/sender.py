@@ -37,7 +37,7 @@ class Push:
     """Bytes of a room to write into the receiver's arena.
 
     `push` numbers the pushes of a room, 0 to 2**32-1. To repeat one after a cut, submit it again under the
-    same number with the same copies: what had landed of it counts once.
+    same number with the same copies: segments that had landed count once.
     """
 
     room: Room
@@ -54,8 +54,8 @@ class Push:
 class Job:
     """A submitted push and how far it got.
 
-    `refusal` is set when it may not be sent, `cancelled` when it shall end. `sent` counts the segments that are on
-    their way over this connection, of all in `parts`; `resumed` the connections that were cut under it.
+    `refusal` is set when it may not be sent, `cancelled` when it is to end. `sent` counts the segments of `parts` that
+    were sent over this connection, `resumed` the connections that were cut under it.
     """
 
     push: Push
@@ -67,7 +67,7 @@ class Job:
     resumed: int = 0
 
     def is_over(self, tries: int) -> bool:
-        """Whether a cut is its end."""
+        """Return whether this push must fail, rather than be sent again, after a disconnect."""
         return self.cancelled or self.refusal is not None or self.resumed >= tries
 
 
@@ -86,7 +86,7 @@ class Outbox:
         self._closed = self._retired = False
 
     def submit(self, push: Push) -> bool:
-        """Queue a push; False when the outbox takes no more. A push beyond the bound is queued as refused."""
+        """Queue a push, one beyond the bound as refused; return False when the outbox takes no more."""
         job = Job(push, push.copies.nbytes)
         with self._changed:
             if self._closed or self._retired:
@@ -107,7 +107,7 @@ class Outbox:
                     job.cancelled = True
 
     def turn(self) -> Job | None:
-        """The push whose next segment is due; its room's next turn comes after all others'."""
+        """Return the push whose next segment is due; its room's next turn comes after all others'."""
         with self._changed:
             for room in self._queued:
                 jobs = self._queued[room] = self._queued.pop(room)
@@ -115,7 +115,7 @@ class Outbox:
             return None
 
     def sent(self, job: Job) -> None:
-        """The whole push is on its way, or over: its room goes on with the next."""
+        """Go on with the next push of the room, since all of this one is sent or it is over."""
         with self._changed:
             jobs = self._queued.get(job.push.room)
             if jobs and jobs[0] is job:
@@ -125,7 +125,7 @@ class Outbox:
                     del self._queued[job.push.room]
 
     def take_cancelled(self) -> list[Job]:
-        """Queued pushes that were cancelled, out of the queue."""
+        """Take the cancelled pushes out of the queue and return them."""
         with self._changed:
             cancelled = [job for jobs in self._queued.values() for job in jobs if job.cancelled]
             if cancelled:
@@ -133,7 +133,7 @@ class Outbox:
             return cancelled
 
     def resume(self, tries: int) -> list[Job]:
-        """After a cut: queue what may be sent again from its start, in the order of submission; gives the rest."""
+        """Queue again, after a cut, what may be resent, in the order of submission; return the rest."""
         with self._changed:
             jobs = list(self._pending.values())
             over = [job for job in jobs if job.is_over(tries)]
@@ -145,12 +145,12 @@ class Outbox:
             return over
 
     def finish(self, key: Key) -> Job | None:
-        """End a push: the job the first time, None ever after."""
+        """End a push; return its job the first time, None afterwards."""
         with self._changed:
             return self._pending.pop(key, None)
 
     def finish_all(self) -> list[Job]:
-        """End every push, in the order of submission, and take no more."""
+        """End every push and take no more; return their jobs in the order of submission."""
         with self._changed:
             self._retired = True
             jobs = list(self._pending.values())
@@ -159,12 +159,12 @@ class Outbox:
             return jobs
 
     def wait_closed(self, timeout_s: float | None = None) -> bool:
-        """Wait for `close`; False when the time is over first."""
+        """Wait for `close`; return False when the time is over first."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closed, timeout_s)
 
     def retire(self) -> bool:
-        """Take no more pushes if none is pending: whether that is so."""
+        """Take no more pushes if none is pending; return whether that was so."""
         with self._changed:
             self._retired = self._retired or not self._pending
             return self._retired
@@ -176,7 +176,7 @@ class Outbox:
             self._changed.notify()
 
     def __len__(self) -> int:
-        """Pushes that are not over."""
+        """Return how many pushes are not over."""
         with self._changed:
             return len(self._pending)
 
@@ -206,14 +206,14 @@ def check_push(push: Push, arena_nbytes: int) -> None:
         raise LocalProtocolError(f"a run of push {push.push} is empty or leaves the arena of {arena_nbytes} bytes")
 
 
-# ---- The sending half of a connection, whatever moves its bytes: one thread, one line at a time
+# ---- The sender
 #
-# Each submitted push ends in exactly one `Pushed` or `PushFailed`: acknowledged, refused, cancelled at a
-# segment border, or failed with the connection. Rooms take turns by segments, so a large one starves nobody;
-# the pushes of one room go in order. A cut under pushes that nobody cancelled is followed by a new line, over
-# which they are sent again under the same numbers (`Resumed`), a bounded number of times. A line that is over
-# reports the failures of its pushes first, then `Disconnected` (or `ConnectFailed`); from then on each push
-# fails at once until `close`. After the owner's own `close` only pushes are reported.
+# Each submitted push ends in exactly one `Pushed` or `PushFailed`: acknowledged, refused, cancelled at a segment
+# border, or failed with the connection. Rooms take turns by segments, so a large one holds up no other; the pushes of
+# one room go in order. When a connection is cut under pushes that are not cancelled, a new line sends them again
+# under the same numbers (`Resumed`), a bounded number of times. A line that is over reports the failures of its
+# pushes first, then `Disconnected` (or `ConnectFailed`); from then on each push fails at once until `close`. After
+# the owner's own `close` only pushes are reported.
 
 
 _REFUSED = {
@@ -227,9 +227,9 @@ _CLOSED = "the sender was closed"
 
 
 class Line(Protocol):
-    """What carries frames to one receiver. Only `wake` and `shutdown` may be called from other threads.
+    """A connection that carries frames to one receiver. Only `wake` and `shutdown` may be called from other threads.
 
-    Everything else raises OSError or WireError once the connection is of no more use.
+    Every other method raises OSError or WireError once the connection has failed.
     """
 
     def open(self) -> Accepted:
@@ -242,7 +242,7 @@ class Line(Protocol):
         """Send a frame that is only a header."""
 
     def receive(self, timeout_s: float | None) -> list[Header]:
-        """Acknowledgements; waits for one, a wake or the time (None: as long as it takes)."""
+        """Wait for acknowledgements, a wake-up or the time (None: without limit); return what came."""
 
     def wake(self) -> None:
         """End the wait of `receive`, now or the next time."""
@@ -251,14 +251,14 @@ class Line(Protocol):
         """Make every other method end at once."""
 
     def close(self) -> None:
-        """Give back what the line holds."""
+        """Close what the line has open."""
 
 
 class PushSender:
     """A `Sender` over any line; the constructor opens nothing.
 
     `make_line` is called for the first connection and for each one after a cut. `first_segment` is the number of a
-    push's first segment: what several senders send of one push must not share numbers.
+    push's first segment: several senders of one push must not use the same numbers.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class PushSender:
         self._accepted: Accepted | None = None
         self._unacknowledged: set[Key] = set()
         self._abandoned: set[Key] = set()
-        self._outstanding = 0  # segments that the receiver has yet to read from our memory
+        self._outstanding = 0  # segments that the receiver has still to read from our memory
         self._progress_s = 0.0
         self._attempts = 0
         self._resumable = True
@@ -303,7 +303,7 @@ class PushSender:
             self._report(PushFailed(self._session, push.room, push.generation, push.push, cause))
 
     def offer(self, push: Push) -> bool:
-        """As `submit`, but a push that comes too late is not taken (False) and nothing is reported of it."""
+        """Queue a push as `submit` does; return False, without a report, when the connection is over."""
         check_push(push, self._arena.nbytes)
         taken = self._outbox.submit(push)
         if taken:
@@ -316,7 +316,7 @@ class PushSender:
         self._current().wake()
 
     def stop(self) -> None:
-        """Begin to end, without waiting: pushes that are not acknowledged fail, the connection goes down."""
+        """End the connection without waiting; pushes that are not acknowledged fail."""
         with self._lock:
             self._closing = True
             line = self._line
@@ -326,7 +326,7 @@ class PushSender:
 
     @property
     def ended(self) -> bool:
-        """The thread is over: `close` will not wait."""
+        """Whether the thread is over, so that `close` does not wait."""
         return self._thread is None or not self._thread.is_alive()
 
     def close(self) -> None:
@@ -353,7 +353,7 @@ class PushSender:
             while self._resumes(end):
                 end = self._resume(end)
             died = False
-        finally:  # whatever happened: no push is left without its end, and none comes to a dead thread
+        finally:  # after a bug too: every push must end, and none may be queued for a dead thread
             if died:
                 self._outbox.close()
             self._end(end)
@@ -388,7 +388,7 @@ class PushSender:
         return Disconnected(self._session, _CLOSED)
 
     def _resumes(self, end: ConnectFailed | Disconnected) -> bool:
-        """After a cut: whether pushes are left that may be sent again; those that may not have failed."""
+        """Fail the pushes that may not be resent after a cut; return whether others are left."""
         if self._closing or self._accepted is None or not self._resumable:
             return False
         for job in self._outbox.resume(self._options.resume_tries):
@@ -397,7 +397,10 @@ class PushSender:
         return not self._outbox.retire() and not self._outbox.wait_closed(self._options.resume_pause_s * self._attempts)
 
     def _resume(self, cut: ConnectFailed | Disconnected) -> Disconnected:
-        """Connect again and send what is left: whole segments that landed before count once."""
+        """Connect again and send what is left; return how that connection ended.
+
+        Segments that landed before count once.
+        """
         self._line.close()
         self._attempts += 1
         self._unacknowledged.clear()
@@ -429,7 +432,7 @@ class PushSender:
 
     @property
     def _pulled(self) -> bool:
-        """The receiver reads our memory: what it has not read yet must stay as it is."""
+        """Whether the receiver reads our memory, so that what it has not read yet must stay as it is."""
         return self._accepted is not None and self._accepted.way == PULL
 
     @property
@@ -438,7 +441,7 @@ class PushSender:
         return few and self._outstanding < self._options.pull_window
 
     def _patience(self) -> float | None:
-        """How long to wait for the next answer; raises TimeoutError when it is overdue."""
+        """Return how long to wait for the next answer. Raises TimeoutError when it is overdue."""
         if not self._unacknowledged and not self._abandoned and not self._outstanding:
             return None
         left = self._progress_s + self._options.ack_timeout_s - time.monotonic()
@@ -511,7 +514,7 @@ class PushSender:
                 self._fail(job.push, "cancelled")
 
     def _abandon(self, job: Job) -> None:
-        """The receiver knows of the push, and would count it as unfinished; it may be reading our memory for it."""
+        """Tell the receiver to forget a push that it has part of; it may be reading our memory for it."""
         self._line.send_header(self._header(Kind.ABANDON, job.push, job.sent, last=self._pulled))
         if self._pulled:
             self._abandoned.add(job.push.key)
@@ -532,5 +535,5 @@ class PushSender:
 
 
 def cause_of(error: OSError | WireError) -> str:
-    """The error's own words, without an errno."""
+    """Return the error's text without its errno."""
     return error.strerror or str(error) if isinstance(error, OSError) else error.reason

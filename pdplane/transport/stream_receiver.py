@@ -21,7 +21,7 @@ from pdplane.transport.line import Link, Wakeup
 from pdplane.transport.pull import PeerMemory
 from pdplane.transport.receiver import HALF_OPEN, Connection, Greeted, ReceiverSnapshot, Reception
 from pdplane.transport.reports import OnReport, TransportOptions
-from pdplane.transport.unix_socket import UnixDoor, open_door
+from pdplane.transport.unix_socket import UnixListener, open_unix_listener
 
 _BACKLOG = 128
 _EXHAUSTED_PAUSE_MS = 200  # out of descriptors: the connection stays in the backlog, and `poll` would spin
@@ -49,7 +49,7 @@ class StreamReceiver:
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
         self._listener: socket.socket | None = None
-        self._door: UnixDoor | None = None
+        self._unix: UnixListener | None = None
         self._wakeup: Wakeup | None = None
         self._thread: threading.Thread | None = None
 
@@ -68,11 +68,11 @@ class StreamReceiver:
         self._listener = _listening(self._listen)
         self._listen = Endpoint(self._listen.host, self._listener.getsockname()[1])
         session = self._reception.name_session(Endpoint(advertise_host or self._listen.host, self._listen.port))
-        self._door = open_door() if UNIX in self._ways else None
+        self._unix = open_unix_listener() if UNIX in self._ways else None
         self._wakeup = Wakeup()
-        doors = [self._listener] if self._door is None else [self._listener, self._door.listener]
+        listeners = [self._listener] if self._unix is None else [self._listener, self._unix.listener]
         self._thread = threading.Thread(
-            target=self._accept, args=(doors, self._wakeup), name=f"accept {self._listen}", daemon=True
+            target=self._accept, args=(listeners, self._wakeup), name=f"accept {self._listen}", daemon=True
         )
         self._thread.start()
         return session
@@ -90,8 +90,8 @@ class StreamReceiver:
             self._thread.join()
             self._listener.close()
             self._wakeup.close()
-            if self._door is not None:
-                self._door.close()
+            if self._unix is not None:
+                self._unix.close()
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -100,22 +100,22 @@ class StreamReceiver:
             with contextlib.suppress(TimeoutError):
                 connection.end("the receiver was closed")
 
-    def _accept(self, doors: list[socket.socket], wakeup: Wakeup) -> None:
+    def _accept(self, listeners: list[socket.socket], wakeup: Wakeup) -> None:
         poll, pause = select.poll(), select.poll()
-        for door in doors:
-            poll.register(door.fileno(), select.POLLIN)
+        for listener in listeners:
+            poll.register(listener.fileno(), select.POLLIN)
         poll.register(wakeup.descriptor, select.POLLIN)
         pause.register(wakeup.descriptor, select.POLLIN)
         while not self._reception.closing:
             ready = dict(poll.poll())
-            for door in doors:
-                if door.fileno() in ready and not self._accept_one(door):
+            for listener in listeners:
+                if listener.fileno() in ready and not self._accept_one(listener):
                     pause.poll(_EXHAUSTED_PAUSE_MS)
 
-    def _accept_one(self, door: socket.socket) -> bool:
-        """False when the process is out of descriptors."""
+    def _accept_one(self, listener: socket.socket) -> bool:
+        """Accept one connection; return False when the process is out of descriptors."""
         try:
-            connected, _ = door.accept()
+            connected, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return True
         except OSError:
@@ -134,7 +134,7 @@ class StreamReceiver:
             return
         try:
             link = Link(connected, self._options.socket_buffer_bytes)
-        except OSError:  # gone again already
+        except OSError:  # it has ended already
             connected.close()
             return
         greet = self._greet_attached if connected.family == socket.AF_UNIX else self._greet
@@ -144,16 +144,16 @@ class StreamReceiver:
         connection.start()
 
     def _greet(self, link: Link, deadline_s: float) -> Greeted:
-        """Both sides' words over TCP, up to the sender's proof. Raises WireError or OSError."""
+        """Exchange the messages over TCP, up to the sender's proof. Raises WireError or OSError."""
         greeting = self._reception.greeting()
         link.write(greeting.hello(*link.read_greeting(deadline_s)), deadline_s)
         greeting.proof(*link.read_greeting(deadline_s))
         number = secrets.randbits(64)
-        path = self._door.path if self._door is not None else ""
+        path = self._unix.path if self._unix is not None else ""
         return Greeted(greeting.writer, greeting.bundle, number, greeting.accepted(number, path))
 
     def _greet_attached(self, link: Link, deadline_s: float) -> Greeted:
-        """A TCP connection's sender goes on over the Unix socket. Raises WireError or OSError."""
+        """Take a TCP connection's sender over to the Unix socket. Raises WireError or OSError."""
         if link.credentials is not None and link.credentials.uid != os.getuid():
             raise WireError("uid", "another user's process")
         wish = decode_attach(*link.read_greeting(deadline_s))
@@ -167,7 +167,7 @@ class StreamReceiver:
         return attrs.evolve(found[0].greeted, reply=encode_attached(way), way=way, memory=memory)
 
     def _memory(self, link: Link, wish: Attach) -> PeerMemory | None:
-        """The sender's arena, if it is readable from here and the reader is sure whose it is."""
+        """Return the sender's arena if it is readable from here and proved to be the sender's, else None."""
         credentials = link.credentials
         if wish.way != PULL or PULL not in self._ways or credentials is None or not credentials.pid:
             return None

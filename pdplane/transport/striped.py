@@ -1,8 +1,8 @@
 """Several connections to one receiver: large pushes are striped over them, small ones go over one.
 
-Each stream is a sender of its own, with its thread and its place in the bundle. What it sends of a push has
-its own segment numbers, so the receiver counts the parts together, and the same push is always cut in the
-same way. A push has ended when its last part has; the first stream that is over ends all of them.
+Each stream is a sender of its own, with its thread and its place in the bundle. Its part of a push has segment numbers
+of its own, so the receiver counts the parts together, and the same push is always cut the same way. A push has ended
+when its last part has; the first stream that is over ends all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SEGMENTS = 1 << 24  # segment numbers of one stream
 
 @attrs.define
 class _Parts:
-    """A push whose parts are on their way."""
+    """A push of which parts are under way."""
 
     left: int
     nbytes: int
@@ -93,7 +93,7 @@ class StripedSender:
             self._streams[stream].submit(attrs.evolve(push, copies=copies))
 
     def offer(self, push: Push) -> bool:
-        """As `submit`, unless a stream is known to be over."""
+        """Queue a push as `submit` does; return False, without a report, when a stream is known to be over."""
         if self._end is not None or self._closing:
             return False
         self.submit(push)
@@ -118,7 +118,7 @@ class StripedSender:
             stream.close()
 
     def _cut(self, push: Push) -> list[tuple[int, Copies]]:
-        """The push's parts with their streams; the same for the same push."""
+        """Return the push's parts with their streams, always the same for the same push."""
         count, nbytes = len(self._streams), push.copies.nbytes
         if nbytes < 2 * STRIPE_BYTES:
             return [(push.push % count, push.copies)]
@@ -163,7 +163,7 @@ class StripedSender:
         self._tell_end()
 
     def _stream_ended(self, report: ConnectFailed | Disconnected) -> None:
-        """One stream is over: so are the others."""
+        """Stop all streams, since one is over."""
         with self._lock:
             first, self._end = self._end is None, self._end or report
         if first:
@@ -172,7 +172,7 @@ class StripedSender:
         self._tell_end()
 
     def _tell_end(self) -> None:
-        """The end of the connections, once, after that of the pushes."""
+        """Report the end of the connections, once, after that of the pushes."""
         with self._lock:
             end = self._end
             if end is None or self._pushes or self._told or self._closing:

@@ -24,7 +24,7 @@ _BACKLOG = 128
 
 
 @attrs.frozen(eq=False)
-class UnixDoor:
+class UnixListener:
     """The listening socket, its path as the greeting has it, and the folder that goes with it."""
 
     listener: socket.socket
@@ -38,17 +38,17 @@ class UnixDoor:
 
 
 def address_of(path: str) -> str:
-    """What `connect` takes for a greeting's Unix path."""
+    """Return the address that `connect` takes for a greeting's Unix path."""
     return "\0" + path[1:] if path.startswith(_MARK) else path
 
 
-def open_door() -> UnixDoor | None:
-    """Listen under a fresh path; None when there is no place for one: senders then stay on TCP."""
+def open_unix_listener() -> UnixListener | None:
+    """Listen under a new path; return None when there is no place for one, so that senders stay on TCP."""
     folder = None
     try:
         folder = None if ABSTRACT else tempfile.mkdtemp(prefix="pdplane-")  # mode 0700
         path = f"{_MARK}pdplane-{secrets.token_hex(16)}" if folder is None else str(Path(folder) / "data")
-        return UnixDoor(_listening(address_of(path)), path, folder)
+        return UnixListener(_listening(address_of(path)), path, folder)
     except OSError as error:  # no folder, or a path beyond the 104 or 108 bytes of an address
         logger.warning("no Unix socket, peers of this host stay on tcp: %s", error)
         if folder is not None:

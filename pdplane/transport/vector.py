@@ -19,14 +19,14 @@ SWITCH_INTERVAL_S = 0.001
 def take_turns_often() -> None:
     """Let this process's threads take turns every millisecond instead of every five.
 
-    Each system call on the arena gives the interpreter up and has to get it back, some dozens of times in a large
-    push; while another thread runs Python, each time costs one interval. It is a setting of the whole process: the
-    daemons make it, and a program that embeds the planes decides for itself.
+    Each system call on the arena releases the GIL and takes it again, some dozens of times in a large push; while
+    another thread runs Python, each time costs one interval. The setting is of the whole process: the daemons make it,
+    and a program that embeds the planes decides for itself.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
-# ---- System calls that gather and scatter: numpy arrays of addresses and lengths handed to libc
+# ---- Gather and scatter
 #
 # No Python object is made for a block: an iovec array is one numpy array of shape [n, 2] (address, length),
 # and libc reads it in place. ctypes releases the GIL for the length of a call, and since every return to
@@ -64,7 +64,7 @@ _SEND_FLAGS = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 class VectorCall(Protocol):
-    """`sendmsg` or `recvmsg` on `count` iovec entries at an address; returns the bytes moved."""
+    """Calls `sendmsg` or `recvmsg` on `count` iovec entries at an address; returns the bytes moved."""
 
     def __call__(self, descriptor: int, address: int, count: int) -> int: ...
 
@@ -92,7 +92,7 @@ def _raise_errno() -> None:
 
 
 def merge(addresses: U64, lengths: U64) -> tuple[U64, U64]:
-    """The same bytes in the same order with neighbours in memory joined."""
+    """Return the same bytes in the same order with neighbours in memory joined."""
     if len(addresses) < 2:
         return addresses, lengths
     breaks = np.flatnonzero(addresses[1:] != addresses[:-1] + lengths[:-1]) + 1
@@ -119,7 +119,7 @@ class Cursor:
     __slots__ = ("_address", "_done", "_ends", "_index", "_limit", "_vector", "total")
 
     def __init__(self, addresses: U64, lengths: U64, limit: int) -> None:
-        """`limit` bounds the bytes of one call."""
+        """Take the runs; `limit` bounds the bytes of one call."""
         addresses, lengths = merge(addresses, lengths)
         if len(lengths) and int(lengths.max()) > limit:
             rows, offsets, lengths = pieces(lengths, limit)
@@ -143,7 +143,7 @@ class Cursor:
         return self.total - self._done
 
     def advance(self, call: VectorCall, descriptor: int) -> tuple[int, bool]:
-        """Make one call; returns the bytes moved and whether that was all it was asked for. Raises OSError."""
+        """Make one call; return the bytes moved and whether that was all of them. Raises OSError."""
         last = int(np.searchsorted(self._ends, self._done + self._limit, side="right"))
         last = min(max(last, self._index + 1), self._index + IOV_MAX)
         wanted = int(self._ends[last - 1]) - self._done

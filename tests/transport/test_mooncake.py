@@ -16,7 +16,7 @@ from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.transport.framing import segments
 from pdplane.transport.mooncake import BATCH_RUNS, mooncake_options
-from pdplane.transport.registry import Sender, is_one_sided, let_go, open_sender, require_transport
+from pdplane.transport.registry import Sender, close_shared, is_one_sided, open_sender, require_transport
 from pdplane.transport.reports import Connected, ConnectFailed, Disconnected, Pushed, PushFailed, TransportOptions
 from tests.mooncake_engine import needs_engine
 from tests.transport.ends import (
@@ -45,7 +45,7 @@ def source() -> Iterator[Arena]:
     """What the senders write from."""
     made = random_arena(1 << 20)
     yield made
-    let_go("mooncake", made)
+    close_shared("mooncake", made)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_silent_peer_is_given_up(decode: Decode, senders: list[Sender], source
 def test_the_interpreter_goes_on_while_an_engine_waits_for_its_peer(
     decode: Decode, senders: list[Sender], source: Arena
 ) -> None:
-    """The peer stops between the knock and the engine's own handshake, which no close can end."""
+    """The peer stops between our probe and the engine's own handshake, which no close can end."""
     with _listener() as (listener, session):
         options = TransportOptions(close_timeout_s=0.1)
         sender, reports = _sender(senders, decode, source, session=session, options=options)

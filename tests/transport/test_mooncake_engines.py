@@ -12,7 +12,7 @@ from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
 from pdplane.transport import mooncake
 from pdplane.transport.line import Dial
-from pdplane.transport.registry import Sender, let_go, open_sender
+from pdplane.transport.registry import Sender, close_shared, open_sender
 from pdplane.transport.reports import Connected, Disconnected, Pushed, TransportOptions
 from tests.transport.ends import PATIENCE_S, PREFILL_LIFE, Reports, push, random_arena, whole
 from tests.waiting import until
@@ -73,7 +73,7 @@ class Engines:
         self.freed.set()
         for sender in self._senders:
             sender.close()
-        let_go("mooncake", self.arena)
+        close_shared("mooncake", self.arena)
 
 
 class Played:
@@ -102,7 +102,7 @@ class Played:
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     made = Engines()
     monkeypatch.setattr(mooncake, "Engine", lambda *_: Played(made))
-    monkeypatch.setattr(Dial, "knock", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(Dial, "probe", lambda *_: "127.0.0.1")
     yield made
     made.close()
     assert made.open == []
@@ -153,9 +153,9 @@ def test_letting_go_closes_the_engines_of_one_arena(engines: Engines) -> None:
     sender, _ = engines.sender(engines.session(), other)
     sender.close()
     theirs = engines.open[-1]
-    let_go("mooncake", engines.arena)
+    close_shared("mooncake", engines.arena)
     assert engines.open == [theirs]
-    let_go("mooncake", other)
+    close_shared("mooncake", other)
     assert engines.open == []
 
 
@@ -164,7 +164,7 @@ def test_an_engine_that_is_held_when_its_owner_lets_go_ends_with_its_line(engine
     sender.submit(push(1, whole(16)))
     assert engines.stuck.wait(PATIENCE_S)
     sender.close()
-    let_go("mooncake", engines.arena)
+    close_shared("mooncake", engines.arena)
     assert not sender.ended
     assert len(engines.open) == 1
     engines.freed.set()

@@ -31,7 +31,7 @@ from pdplane.transport.greeting import (
 )
 from pdplane.transport.pull import Nonce, PeerMemory, allow_tracer, can_pull
 from pdplane.transport.reports import Connected, Pushed, WriterCut
-from pdplane.transport.unix_socket import open_door
+from pdplane.transport.unix_socket import open_unix_listener
 from tests.transport.ends import Decode, Ends, Reports, push, random_arena, u64, whole
 from tests.transport.stranger import Stranger, stranger
 
@@ -104,7 +104,7 @@ def test_a_receiver_without_a_place_for_its_socket_serves_tcp(
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     if name != "missing":
         folder.mkdir()
-    assert open_door() is None
+    assert open_unix_listener() is None
     assert way_of(pulled.sender(pulled.decode(NBYTES), random_arena(NBYTES))[1]) == "tcp"
 
 
