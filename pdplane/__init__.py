@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         RoomFailed,
         SessionLost,
         TransferError,
+        WaitTimeout,
         WireError,
     )
     from pdplane.ids import Endpoint, new_room
@@ -45,7 +46,7 @@ _HOMES = {
     "pdplane.errors": (
         "ConfigError", "IncompatibleCache", "InternalError", "LayoutMismatch", "LocalProtocolError", "PdplaneError",
         "PoolExhausted", "ProtocolError", "RemoteProtocolError", "RendezvousError", "RoomFailed", "SessionLost",
-        "TransferError", "WireError",
+        "TransferError", "WaitTimeout", "WireError",
     ),
     "pdplane.ids": ("Endpoint", "new_room"),
     "pdplane.kv.arena": ("Arena", "Pool"),
@@ -92,6 +93,7 @@ __all__ = [
     "Secret",
     "SessionLost",
     "TransferError",
+    "WaitTimeout",
     "WireError",
     "blocks_needed",
     "build_manifest",

@@ -8,6 +8,7 @@
     |     +- LayoutMismatch          (field, ours, theirs)
     |     +- IncompatibleCache       (field, ours, theirs)
     +- RoomFailed                    (room, cause, story)
+    +- WaitTimeout                   (room, what, timeout_s); also a TimeoutError: nothing has ended
     +- SessionLost                   (session, cause)
     +- TransferError                 (endpoint, done, total, cause)
     +- RendezvousError               (url, status, reason)
@@ -103,6 +104,18 @@ class RoomFailed(PdplaneError):
     def __str__(self) -> str:
         path = f" ({' -> '.join(self.story)})" if self.story else ""
         return f"room {self.room} failed: {self.cause}{path}"
+
+
+@attrs.frozen(eq=False)
+class WaitTimeout(PdplaneError, TimeoutError):
+    """A caller's wait was over before what it waited for: the room goes on, and its blocks are lent as before."""
+
+    room: int
+    what: str
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return f"room {self.room}: {self.what} did not come within {self.timeout_s:g} s; the room is still live"
 
 
 @attrs.frozen(eq=False)

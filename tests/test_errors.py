@@ -25,6 +25,7 @@ from pdplane.errors import (
     RoomFailed,
     SessionLost,
     TransferError,
+    WaitTimeout,
     WireError,
 )
 
@@ -35,6 +36,7 @@ SAMPLES: list[PdplaneError] = [
     IncompatibleCache("weight_hash", "3a1f", "77c0"),
     RoomFailed(7, "prefill is gone", ("waiting", "failed")),
     RoomFailed(7, "prefill is gone"),
+    WaitTimeout(7, "the cache", 2.5),
     SessionLost("10.0.0.1:5000", "three pings missed"),
     TransferError("10.0.0.1:5000", 3, 8, "reset"),
     RendezvousError("http://h:1/route", 404, "no such rank"),

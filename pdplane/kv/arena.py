@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import heapq
+import math
 import mmap
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pdplane.errors import ConfigError, InternalError, LocalProtocolError, PoolExhausted
+from pdplane.errors import ConfigError, LocalProtocolError, PoolExhausted
 from pdplane.ids import GroupId
 from pdplane.kv.layout import Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # of collections.abc since Python 3.12; type checkers bring it along
 
 PAGE_BYTES = mmap.PAGESIZE
 _MADV_COLLAPSE = 25
@@ -31,6 +35,18 @@ def _huge_page_setting() -> str | None:
 _HUGE_PAGES = _huge_page_setting()
 
 
+class DlpackHost(Protocol):
+    """Memory of another library that speaks DLPack: a torch, jax or tensorflow tensor."""
+
+    def __dlpack__(self) -> Any: ...  # noqa: ANN401  (a PyCapsule, which has no type)
+
+    def __dlpack_device__(self) -> tuple[Any, int]: ...
+
+
+ArenaMemory: TypeAlias = "Buffer | DlpackHost"
+"""What an arena can be made of: numpy arrays, anything that memoryview takes, CPU tensors of any dtype."""
+
+
 class Arena:
     """One writable, contiguous buffer seen as bytes; keeps the buffer's owner alive.
 
@@ -39,20 +55,12 @@ class Arena:
 
     __slots__ = ("base", "bytes", "nbytes")
 
-    def __init__(self, buffer: Any) -> None:  # noqa: ANN401  (collections.abc.Buffer came with Python 3.12)
-        """Wrap a numpy array or anything that memoryview takes; raise ConfigError if read-only or not contiguous."""
-        try:
-            view = memoryview(buffer)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"an arena needs a buffer: {error}") from error
-        if view.readonly:
-            raise ConfigError("the arena's buffer is read-only")
-        if not view.c_contiguous:
-            raise ConfigError("the arena's buffer is not contiguous")
-        if view.nbytes == 0:
+    def __init__(self, buffer: ArenaMemory) -> None:
+        """Wrap memory without a copy. Raises ConfigError if it is read-only, not contiguous, or a device's."""
+        self.bytes: npt.NDArray[np.uint8] = _as_bytes(buffer)
+        self.nbytes = self.bytes.nbytes
+        if self.nbytes == 0:
             raise ConfigError("the arena's buffer is empty")
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(view, dtype=np.uint8)
-        self.nbytes = view.nbytes
         self.base = int(self.bytes.ctypes.data)
 
     @classmethod
@@ -68,7 +76,7 @@ class Arena:
         return cls.within(memory, nbytes)
 
     @classmethod
-    def within(cls, buffer: Any, nbytes: int) -> Self:  # noqa: ANN401  (as above)
+    def within(cls, buffer: ArenaMemory, nbytes: int) -> Self:
         """Return the first `nbytes` from a page's border on in a buffer that is at least PAGE_BYTES larger.
 
         The kernel copies between two arenas up to four times faster when their blocks lie alike in their pages.
@@ -95,6 +103,84 @@ class Arena:
 
     def __repr__(self) -> str:
         return f"Arena({self.nbytes} bytes at {self.base:#x})"
+
+
+# ---- Other libraries' memory as bytes
+
+
+_CPU = 1  # DLPack's kDLCPU; pinned host memory has numbers of its own
+_HOST_DEVICES = (_CPU, 3, 11)
+_DEVICE_NAMES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA managed", 14: "oneAPI"}
+
+
+class _DlTensor(ctypes.Structure):
+    """DLPack's DLTensor: where a tensor lies, whatever its dtype."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+def _as_bytes(buffer: object) -> npt.NDArray[np.uint8]:
+    """A writable uint8 view of the whole memory; ConfigError that says what stands against it."""
+    if isinstance(buffer, list | tuple):
+        raise ConfigError(f"an arena is one allocation, not a list of {len(buffer)}: see Arena.spanning")
+    if isinstance(buffer, np.ndarray):  # memoryview refuses dtypes of other packages, bfloat16 for one
+        _check_memory(readonly=not buffer.flags.writeable, contiguous=buffer.flags.c_contiguous)
+        return buffer.reshape(-1).view(np.uint8)
+    if hasattr(buffer, "__dlpack_device__"):
+        return _dlpack_bytes(buffer)
+    try:
+        view = memoryview(buffer)  # type: ignore[arg-type]  # that it may be none is what is tested
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"an arena needs a buffer: {error}") from error
+    _check_memory(readonly=view.readonly, contiguous=view.c_contiguous)
+    return np.frombuffer(view, dtype=np.uint8) if view.nbytes else np.empty(0, np.uint8)
+
+
+def _check_memory(*, readonly: bool, contiguous: bool) -> None:
+    if readonly:
+        raise ConfigError("the arena's buffer is read-only")
+    if not contiguous:
+        raise ConfigError("the arena's buffer is not contiguous")
+
+
+def _dlpack_bytes(host: Any) -> npt.NDArray[np.uint8]:  # noqa: ANN401  (whatever speaks DLPack)
+    device = int(host.__dlpack_device__()[0])
+    if device not in _HOST_DEVICES:
+        name = _DEVICE_NAMES.get(device, f"number {device}")
+        raise ConfigError(f"the arena's buffer lies in the memory of a device ({name}): an arena is the host's memory")
+    try:
+        capsule = host.__dlpack__()
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"the arena's buffer cannot be shared: {error}") from error
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    tensor = _DlTensor.from_address(pointer(capsule, b"dltensor"))
+    _check_memory(readonly=False, contiguous=_is_contiguous(tensor))
+    nbytes = math.prod(tensor.shape[: tensor.ndim]) * (tensor.bits * tensor.lanes // 8)
+    memory = (ctypes.c_uint8 * nbytes).from_address((tensor.data or 0) + tensor.byte_offset)
+    memory.owner = capsule  # not consumed: with the capsule the tensor lives
+    return np.frombuffer(memory, dtype=np.uint8) if nbytes else np.empty(0, np.uint8)
+
+
+def _is_contiguous(tensor: _DlTensor) -> bool:
+    """Whether elements follow each other as in C; extents of one may have any stride."""
+    expected = 1
+    for axis in reversed(range(tensor.ndim if tensor.strides else 0)):
+        if tensor.shape[axis] != 1 and tensor.strides[axis] != expected:
+            return False
+        expected *= tensor.shape[axis]
+    return True
 
 
 # ---- Which blocks are free. A parent serves one group at a time, so groups that share planes never alias
@@ -143,11 +229,11 @@ class Pool:
             return {group_id: self._take(group_id, count) for group_id, count in counts.items()}
 
     def release(self, blocks: Mapping[GroupId, Sequence[int]]) -> None:
-        """Give blocks back. Raises InternalError, with nothing changed, if one of them is not in use."""
+        """Give blocks back. Raises LocalProtocolError, with nothing changed, if one of them is not in use."""
         with self._lock:
             for group_id, ids in blocks.items():
                 if len(set(ids)) != len(ids) or not self._used.get(group_id, set()).issuperset(ids):
-                    raise InternalError(f"blocks of group {group_id!r} released that are not in use")
+                    raise LocalProtocolError(f"blocks of group {group_id!r} released that are not in use")
             for group_id, ids in blocks.items():
                 self._give_back(group_id, ids)
 

@@ -20,8 +20,18 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 _WILDCARDS = ("0.0.0.0", "::")
 
 
-def _at_least(low: float) -> object:
-    return attrs.validators.ge(low)
+def as_endpoint(value: Endpoint | str, name: str) -> Endpoint:
+    """An Endpoint, or one written as "host:port"; ConfigError that says which setting is neither."""
+    if isinstance(value, Endpoint):
+        return value
+    try:
+        return Endpoint.parse(value)
+    except (ValueError, AttributeError, TypeError):
+        raise ConfigError(f"{name} is {value!r}: give an Endpoint or 'host:port'") from None
+
+
+def _rendezvous(value: Endpoint | str | None) -> Endpoint | None:
+    return None if value is None else as_endpoint(value, "rendezvous")
 
 
 @attrs.frozen(kw_only=True)
@@ -34,7 +44,9 @@ class PlaneConfig:
     `legacy` opens the channel for peers of the older generation too. None does so unless something stands against
     it (`legacy_obstacle`); True is a ConfigError then, but for a secret, which those peers cannot prove. They are fed
     and feed by `legacy_transport`, by default the same as `transport`.
-    Raises ConfigError.
+
+    `max_rooms` bounds the rooms that are live at one time; more fail at once with "too many live rooms". With
+    `record_events` the plane keeps what `poll` gives. Raises ConfigError.
     """
 
     host: str = "127.0.0.1"
@@ -51,6 +63,7 @@ class PlaneConfig:
     legacy: bool | None = None
     legacy_transport: str | None = None
     record_events: bool = False
+    max_rooms: int = 4096
 
     def __attrs_post_init__(self) -> None:
         self._check_addresses()
@@ -59,7 +72,7 @@ class PlaneConfig:
         for name in ("bootstrap_timeout_s", "waiting_timeout_s"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is below 1 s")
-        for name in ("ping_interval_s", "tombstone_s"):
+        for name in ("ping_interval_s", "tombstone_s", "max_rooms"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above zero")
         for name, value in attrs.asdict(self, recurse=False).items():
@@ -111,7 +124,7 @@ class PrefillConfig(PlaneConfig):
     control_port: int = 0
     legacy_port: int = 0
     bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
-    rendezvous: Endpoint | None = None
+    rendezvous: Endpoint | None = attrs.field(default=None, converter=_rendezvous)
     dp_size: int = 1
     dp_rank: int = 0
     exact: bool = False

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any
 
 import attrs
 
@@ -17,8 +14,8 @@ from pdplane.control.legacy import LegacyLine, LegacyPrefills, probed
 from pdplane.control.lookup import LookUp, LookUpOptions, PrefillFound, PrefillNotFound
 from pdplane.control.reactor import Reactor
 from pdplane.errors import ConfigError, LocalProtocolError, ProtocolError, WireError
-from pdplane.ids import Endpoint, Life, Room, SessionId, new_life
-from pdplane.kv.arena import Arena
+from pdplane.ids import Endpoint, Life, Room, SessionId
+from pdplane.kv.arena import Arena, ArenaMemory
 from pdplane.kv.copies import window_runs
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, validate_manifest
@@ -27,51 +24,47 @@ from pdplane.machine.decode import DecodeMachine
 from pdplane.machine.settings import DecodeSettings
 from pdplane.messages import Fingerprint, Hello, Registration
 from pdplane.plane import rooms as told
-from pdplane.plane.config import DecodeConfig, log_legacy
-from pdplane.plane.rooms import DecodeRoom, Handles, broken, check_closer, check_process, check_room, settle
+from pdplane.plane.config import DecodeConfig, as_endpoint, log_legacy
+from pdplane.plane.life import PlaneLife
+from pdplane.plane.rooms import DecodeRoom, broken, check_room, settle
 from pdplane.transport import reports
 from pdplane.transport.fence import Fence, OnLanded
 from pdplane.transport.registry import Receiver, is_one_sided, open_receiver
 
 
-class DecodePlane:
+class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom]):
     """Registers the arena with prefill ranks, offers blocks for rooms, lets exactly those be written.
 
     `with DecodePlane(config, layout=layout, arena=arena) as plane:` starts it; the constructor opens nothing.
-    Thread-safe: everything posts to the reactor. `http` shares an HTTP thread; without it the plane has its own.
+    `arena` is an Arena or anything that `Arena` takes. Thread-safe: everything posts to the reactor. `http` shares an
+    HTTP thread; without it the plane has its own. Raises ConfigError for what cannot work.
     """
+
+    role = "decode"
 
     def __init__(
         self,
         config: DecodeConfig,
         *,
         layout: Layout,
-        arena: Arena,
+        arena: Arena | ArenaMemory,
         fingerprint: Fingerprint | None = None,
         http: HttpThread | None = None,
     ) -> None:
-        if layout.arena_bytes > arena.nbytes:
-            raise ConfigError(f"the layout needs {layout.arena_bytes} bytes, the arena has {arena.nbytes}")
-        self.config, self.layout, self.arena = config, layout, arena
-        self.life = new_life()
+        super().__init__(config, layout, arena, http)
+        self.config = config
         self.session = SessionId("")
         self.legacy_status: Endpoint | None = None
         self._fingerprint = fingerprint or Fingerprint()
-        self._rejected: Counter[str] = Counter()
-        self._fence = Fence(arena)
+        self._fence = Fence(self.arena)
         self._receivers = [self._make_receiver(config.transport, config.data_port)]
         if config.speaks_legacy and config.legacy_transport not in (None, config.transport):
             self._receivers.append(self._make_receiver(config.legacy_transport or "", 0))
         self._receiver = self._receivers[0]
-        self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
         options = LookUpOptions(deadline_s=config.bootstrap_timeout_s)
         self._look_up = LookUp(self._http, options, config.secret)
-        self._machine: DecodeMachine | None = None
-        self._reactor: Reactor[events.DecodeEvent, actions.DecodeAction] | None = None
         self._dealers = Dealers(self._rejected, Curve(config.secret) if config.secret else None)
         self._legacy = LegacyPrefills(self._rejected, self._probe) if config.speaks_legacy else None
-        self._handles: Handles[DecodeRoom] = Handles(record=config.record_events)
-        self._state, self._owner = "new", 0
 
     def _make_receiver(self, scheme: str, port: int) -> Receiver:
         return open_receiver(
@@ -84,40 +77,9 @@ class DecodePlane:
             options=self.config.transport_options,
         )
 
-    # ---- life
-
-    def start(self) -> None:
-        """Listen for data and start the threads. Raises ConfigError, with nothing left open."""
-        self._state = "open"
-        self._owner = os.getpid()
-        atexit.register(self.close)  # who forgets it still tells the peers
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self, cause: str = "decode is shutting down") -> None:
-        """Fail what is live, tell the peers, join every thread; idempotent.
-
-        Raises LocalProtocolError in a callback of one of the plane's futures, and does nothing then.
-        """
-        if self._state in ("new", "closed"):
-            return
-        check_closer(self._reactor)
-        self._state = "closed"
-        atexit.unregister(self.close)
-        if os.getpid() != self._owner:
-            return  # a forked child: the sockets are its parent's
+    def _shut(self, cause: str) -> None:
         if self._reactor:
-            self._reactor.post(events.Closing(cause))
+            self._post(events.Closing(cause))
             self._reactor.close()
         self._close_receivers()
         self._handles.fail_all(LocalProtocolError(cause))
@@ -133,37 +95,37 @@ class DecodePlane:
         self,
         room: int,
         *,
-        prefill: Endpoint,
+        prefill: Endpoint | str,
         manifest: Manifest,
         prompt_hash: str = "",
         on_landed: OnLanded | None = None,
     ) -> DecodeRoom:
-        """Ask the prefill behind the rendezvous at `prefill` to fill the manifest's blocks.
+        """Ask the prefill whose rendezvous is at `prefill`, an Endpoint or "host:port", to fill the manifest's blocks.
 
         The blocks are lent until `released`: nobody else may write or reuse them. Raises WireError for a manifest that
-        does not fit the layout. A room that is live already ends the handle with LocalProtocolError.
+        does not fit the layout and ConfigError for an address that is none. A room that is live already ends the handle
+        with LocalProtocolError.
 
         `on_landed(offsets, lengths)` is told of each run of the arena that is final unless the room fails, while the
         rest is on its way: for work ahead that is thrown away if the room fails. Transport threads call it; it must not
         block and not raise. One-sided transports tell nothing.
         """
-        if self._state != "open" or self._reactor is None:
-            raise LocalProtocolError(f"the decode plane is {self._state}")
-        check_process(self._owner)
+        self._check_open()
+        rendezvous = as_endpoint(prefill, "prefill")
         validate_manifest(manifest, self.layout)
         wire.encode_manifest(manifest)  # here, where the caller hears of it: one that no frame can carry
         _check_prompt_hash(prompt_hash)
-        reactor, number, ticket = self._reactor, check_room(room), self._handles.ticket()
+        number, ticket = check_room(room), self._handles.ticket()
 
         def cancel(cause: str) -> None:
-            reactor.post(events.RoomCancelled(number, ticket, cause))
+            self._post(events.RoomCancelled(number, ticket, cause))
 
         handle = DecodeRoom(number, ticket, cancel, on_landed)
         self._handles.add(handle)
-        reactor.post(events.DecodeRequested(number, ticket, prefill, manifest, prompt_hash))
+        self._post(events.DecodeRequested(number, ticket, rendezvous, manifest, prompt_hash))
         return handle
 
-    def decline(self, room: int, *, prefill: Endpoint, prompt_hash: str, cause: str) -> None:
+    def decline(self, room: int, *, prefill: Endpoint | str, prompt_hash: str, cause: str) -> None:
         """Tell prefill that no blocks will come for this room, so that its request ends at once and not by a timeout.
 
         Best effort: only a prefill that this decode is registered with hears of it, and it believes it of a request
@@ -171,37 +133,19 @@ class DecodePlane:
         """
         _check_prompt_hash(prompt_hash)
         number, ticket = check_room(room), self._handles.ticket()
-        if self._state == "open" and self._reactor is not None:
-            self._reactor.post(events.DecodeDeclined(number, ticket, prefill, prompt_hash, cause))
-
-    def poll(self) -> list[told.PlaneEvent]:
-        """What happened since the last call, for a scheduler's step loop; needs `record_events` in the config."""
-        return self._handles.poll()
+        rendezvous = as_endpoint(prefill, "prefill")
+        if self._state == "open":
+            self._post(events.DecodeDeclined(number, ticket, rendezvous, prompt_hash, cause))
 
     # ---- state
-
-    @property
-    def alive(self) -> bool:
-        """No thread of ours has died."""
-        return self._state == "open" and self._reactor is not None and self._reactor.alive
 
     @property
     def data(self) -> Endpoint:
         """Where prefill ranks connect to push."""
         return self._receiver.endpoint
 
-    def statistics(self) -> dict[str, Any]:
-        """Every count, JSON-able; what only grows stands under `totals` and `rejected`."""
-        if self._reactor is None or self._machine is None:
-            raise LocalProtocolError("the decode plane has not started")
-        machine = self._machine
-        found, rejected = self._reactor.ask(lambda: (machine.counts(), self._rejected.copy()))
-        counts = attrs.asdict(found)
-        counts["rejected"] = dict(Counter(counts["rejected"]) + rejected)
-        counts["fence"] = attrs.asdict(self._fence.snapshot())
-        counts["receiver"] = attrs.asdict(self._receiver.snapshot())
-        counts["handles"] = len(self._handles)
-        return counts
+    def _more_counts(self) -> dict[str, Any]:
+        return {"fence": attrs.asdict(self._fence.snapshot()), "receiver": attrs.asdict(self._receiver.snapshot())}
 
     # ---- the reactor's thread
 
@@ -213,7 +157,7 @@ class DecodePlane:
                 handle = self._handles.get(generation)  # a room's ticket is its generation
                 runs, on_landed = window_runs(self.layout, manifest), handle.on_landed if handle else None
                 self._fence.open(number, generation, *runs, writers=dict(writers), on_landed=on_landed)
-                self._handles.record(told.RoomOffered(number))
+                self._handles.record(told.RoomOffered(number, generation))
             case actions.CloseWindow(number, generation):
                 self._fence.close(number, generation)
             case actions.LookUp(bootstrap, number):
@@ -257,34 +201,29 @@ class DecodePlane:
     # ---- other threads' news
 
     def _hear(self, report: reports.Report) -> None:
-        reactor = self._reactor
-        if reactor is None:
-            return
         match report:
             case reports.Landed(number, generation, prefill_rank, nbytes):
-                reactor.post(events.Landed(number, generation, prefill_rank, nbytes))
+                self._post(events.Landed(number, generation, prefill_rank, nbytes))
             case reports.WriterCut(_, life, cause):
-                reactor.post(events.WriterCut(life, cause))
+                self._post(events.WriterCut(life, cause))
             case _:
                 return
 
     def _found(self, number: Room, found: PrefillFound | PrefillNotFound) -> None:
-        assert self._reactor is not None
-        self._reactor.post(read_answer(number, found, self.config))
+        self._post(read_answer(number, found, self.config))
 
     def _probe(self, line: LegacyLine) -> None:
-        reactor, channel = self._reactor, line.channel
-        assert reactor is not None
+        channel = line.channel
 
         def answered(found: Endpoint | None) -> None:
             if event := probed(line, found):
-                reactor.post(event)
+                self._post(event)
 
         self._look_up.check(channel.bootstrap, channel.dp_group, channel.prefill_rank, answered)
 
     # ---- start
 
-    def _start(self) -> None:
+    def _open(self) -> None:
         config = self.config
         self.session, *others = [receiver.start(config.advertised) for receiver in self._receivers]
         port = self._receiver.endpoint.port
@@ -304,12 +243,12 @@ class DecodePlane:
         )
         self._machine = DecodeMachine(_settings(config), self.layout, self.life, registration, self._fingerprint)
         _check_words(registration, Hello("1", self.life, self._fingerprint))
-        self._reactor = Reactor("pdplane-decode", self._machine, self._perform, self._broke)
-        self._dealers.open(self._reactor)
+        reactor = self._reactor = Reactor("pdplane-decode", self._machine, self._perform, self._broke)
+        self._dealers.open(reactor)
         if self._legacy:
-            self._legacy.open(self._reactor)
+            self._legacy.open(reactor)
         self._http.start()
-        self._reactor.start()
+        reactor.start()
 
 
 def _check_words(registration: Registration, hello: Hello) -> None:
@@ -356,6 +295,7 @@ def _settings(config: DecodeConfig) -> DecodeSettings:
         late_bytes_s=min(10.0, config.waiting_timeout_s),
         one_sided=is_one_sided(config.transport),
         quarantine_timeout_s=config.quarantine_timeout_s,
+        max_rooms=config.max_rooms,
     )
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import struct
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
-
-import attrs
+from typing import Any
 
 from pdplane import wire
 from pdplane.control.channels import Context, Curve, Gatekeeper, RouterChannel, open_context
@@ -19,8 +14,8 @@ from pdplane.control.lookup import Announcement, Announcer
 from pdplane.control.reactor import Reactor
 from pdplane.control.rendezvous import rendezvous_app
 from pdplane.errors import ConfigError, LocalProtocolError
-from pdplane.ids import Endpoint, SessionId, new_life
-from pdplane.kv.arena import Arena
+from pdplane.ids import Endpoint, SessionId
+from pdplane.kv.arena import Arena, ArenaMemory
 from pdplane.kv.copies import Copies
 from pdplane.kv.layout import Layout
 from pdplane.machine import actions, events
@@ -29,94 +24,50 @@ from pdplane.machine.settings import PrefillSettings
 from pdplane.messages import Fingerprint
 from pdplane.plane import rooms as told
 from pdplane.plane.config import PrefillConfig, log_legacy
-from pdplane.plane.rooms import (
-    Handles,
-    PrefillRoom,
-    RoomWindow,
-    broken,
-    check_closer,
-    check_process,
-    check_room,
-    settle,
-)
+from pdplane.plane.life import PlaneLife
+from pdplane.plane.rooms import PrefillRoom, RoomWindow, broken, check_room, settle
 from pdplane.plane.senders import Senders
 
 
-class PrefillPlane:
+class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, PrefillRoom]):
     """Registers decode ranks, hears what blocks they offer, pushes pages into them.
 
     `with PrefillPlane(config, layout=layout, arena=arena) as plane:` starts it; the constructor opens nothing.
-    Thread-safe: everything posts to the reactor. `http` shares an HTTP thread; without it the plane has its own.
+    `arena` is an Arena or anything that `Arena` takes. Thread-safe: everything posts to the reactor. `http` shares an
+    HTTP thread; without it the plane has its own. Raises ConfigError for what cannot work.
     """
+
+    role = "prefill"
 
     def __init__(
         self,
         config: PrefillConfig,
         *,
         layout: Layout,
-        arena: Arena,
+        arena: Arena | ArenaMemory,
         fingerprint: Fingerprint | None = None,
         http: HttpThread | None = None,
     ) -> None:
-        if layout.arena_bytes > arena.nbytes:
-            raise ConfigError(f"the layout needs {layout.arena_bytes} bytes, the arena has {arena.nbytes}")
-        self.config, self.layout, self.arena = config, layout, arena
-        self.life = new_life()
-        self._rejected: Counter[str] = Counter()
-        self._machine = PrefillMachine(_settings(config), layout, self.life, fingerprint or Fingerprint())
-        self._reactor: Reactor[events.PrefillEvent, actions.PrefillAction] = Reactor(
-            "pdplane-prefill", self._machine, self._perform, self._broke
-        )
-        self._senders = Senders(config, arena, self.life, self._reactor.post)
+        super().__init__(config, layout, arena, http)
+        self.config = config
+        self._fingerprint = fingerprint or Fingerprint()
+        self._senders = Senders(config, self.arena, self.life, self._post)
         curve = Curve(config.secret) if config.secret else None
         self._gate = Gatekeeper(curve) if curve else None
         self._router = RouterChannel(self._rejected, curve)
         self._legacy = LegacyPrefillChannel(self._rejected) if config.speaks_legacy else None
         self._context: Context | None = None
-        self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
         self._announcer: Announcer | None = None
-        self._handles: Handles[PrefillRoom] = Handles(record=config.record_events)
-        self._state, self._owner = "new", 0
         self.control: Endpoint | None = None
         self.legacy_control: Endpoint | None = None
         self.rendezvous: Endpoint | None = None
 
-    # ---- life
-
-    def start(self) -> None:
-        """Bind, serve the rendezvous (rank 0), announce this rank. Raises ConfigError, with nothing left open."""
-        self._state = "open"
-        self._owner = os.getpid()
-        atexit.register(self.close)  # who forgets it still tells the peers
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self, cause: str = "prefill is shutting down") -> None:
-        """Fail what is live, tell the peers, join every thread; idempotent.
-
-        Raises LocalProtocolError in a callback of one of the plane's futures, and does nothing then.
-        """
-        if self._state in ("new", "closed"):
-            return
-        check_closer(self._reactor)
-        self._state = "closed"
-        atexit.unregister(self.close)
-        if os.getpid() != self._owner:
-            return  # a forked child: the sockets are its parent's
+    def _shut(self, cause: str) -> None:
         if self._announcer:
             self._announcer.stop()
-        self._reactor.post(events.Closing(cause))
-        self._reactor.close()
+        if self._reactor:
+            self._post(events.Closing(cause))
+            self._reactor.close()
         self._senders.close_all()
         self._handles.fail_all(LocalProtocolError(cause))
         self._router.close()
@@ -138,33 +89,27 @@ class PrefillPlane:
         live already ends the new handle's futures with LocalProtocolError. Raises ConfigError for a room that decode
         ranks will ask of another data-parallel group.
         """
-        if self._state != "open":
-            raise LocalProtocolError(f"the prefill plane is {self._state}")
-        check_process(self._owner)
+        self._check_open()
         number, config = check_room(room), self.config
         if (group := number % config.dp_size) != config.dp_rank:
             raise ConfigError(f"room {number} belongs to data-parallel group {group}, this is group {config.dp_rank}")
         ticket = self._handles.ticket()
 
         def push(copies: Mapping[SessionId, Copies]) -> None:
-            self._reactor.post(events.PushRequested(number, ticket, copies))
+            self._post(events.PushRequested(number, ticket, copies))
 
         def finish(token: int, logprob: float | None, candidates: Sequence[int] | None, cached: int) -> None:
             bits = None if logprob is None else struct.pack("<d", logprob)
             chosen = tuple(candidates) if candidates else None
-            self._reactor.post(events.RoomFinished(number, ticket, token, bits, chosen, cached))
+            self._post(events.RoomFinished(number, ticket, token, bits, chosen, cached))
 
         def cancel(cause: str) -> None:
-            self._reactor.post(events.RoomCancelled(number, ticket, cause))
+            self._post(events.RoomCancelled(number, ticket, cause))
 
         handle = PrefillRoom(number, ticket, self.layout, push, finish, cancel)
         self._handles.add(handle)
-        self._reactor.post(events.PrefillRequested(number, ticket, prompt_len, prompt_hash))
+        self._post(events.PrefillRequested(number, ticket, prompt_len, prompt_hash))
         return handle
-
-    def poll(self) -> list[told.PlaneEvent]:
-        """What happened since the last call, for a scheduler's step loop; needs `record_events` in the config."""
-        return self._handles.poll()
 
     # ---- state
 
@@ -173,21 +118,8 @@ class PrefillPlane:
         """Peers can find and reach this rank."""
         return self.alive and self._announcer is not None and self._announcer.ready.is_set()
 
-    @property
-    def alive(self) -> bool:
-        """No thread of ours has died."""
-        return self._state == "open" and self._reactor.alive
-
-    def statistics(self) -> dict[str, Any]:
-        """Every count, JSON-able; what only grows stands under `totals` and `rejected`."""
-        machine = self._machine
-        found, rejected = self._reactor.ask(lambda: (machine.counts(), self._rejected.copy()))
-        counts = attrs.asdict(found)
-        counts["rejected"] = dict(Counter(counts["rejected"]) + rejected)
-        counts["data_connections"] = len(self._senders)
-        counts["data"] = self._senders.counts()
-        counts["handles"] = len(self._handles)
-        return counts
+    def _more_counts(self) -> dict[str, Any]:
+        return {"data_connections": len(self._senders), "data": self._senders.counts()}
 
     # ---- the reactor's thread
 
@@ -242,22 +174,24 @@ class PrefillPlane:
 
     # ---- start
 
-    def _start(self) -> None:
+    def _open(self) -> None:
         config = self.config
         self._senders.check()
+        self._machine = PrefillMachine(_settings(config), self.layout, self.life, self._fingerprint)
+        reactor = self._reactor = Reactor("pdplane-prefill", self._machine, self._perform, self._broke)
         self._context = context = open_context()
         if self._gate:
             self._gate.bind(context)
-            self._reactor.watch(self._gate)
+            reactor.watch(self._gate)
         self.control = self._router.bind(context, Endpoint(config.host, config.control_port))
-        self._reactor.watch(self._router)
+        reactor.watch(self._router)
         if self._legacy:
             self.legacy_control = self._legacy.bind(context, Endpoint(config.host, config.legacy_port))
-            self._reactor.watch(self._legacy)
+            reactor.watch(self._legacy)
         log_legacy(config, "decode")
         self._http.start()
         self.rendezvous = config.rendezvous or self._serve_rendezvous()
-        self._reactor.start()
+        reactor.start()
         self._announcer = Announcer(self._http, self.rendezvous, self._announcement(), secret=config.secret)
         self._announcer.start()
 
@@ -289,4 +223,5 @@ def _settings(config: PrefillConfig) -> PrefillSettings:
         waiting_timeout_s=config.waiting_timeout_s,
         ping_interval_s=config.ping_interval_s,
         tombstone_s=config.tombstone_s,
+        max_rooms=config.max_rooms,
     )

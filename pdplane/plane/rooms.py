@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, SupportsIndex, TypeAlias, TypeVar
+from typing import Generic, Protocol, SupportsIndex, TypeAlias, TypeVar
 
 import attrs
 
-from pdplane.control.reactor import Reactor
-from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, RoomFailed
+from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, WaitTimeout
 from pdplane.ids import MAX_ROOM, FieldId, GroupId, Room, SessionId
 from pdplane.kv.copies import U64, Copies, plan_block_copies
 from pdplane.kv.layout import Layout
@@ -34,18 +32,6 @@ def _open_future() -> Future[T]:
 def check_room(room: int) -> Room:
     """The number as a Room; LocalProtocolError when the wire cannot carry it."""
     return Room(_whole(room, "room", 0, MAX_ROOM))
-
-
-def check_process(owner: int) -> None:
-    """LocalProtocolError in a forked child: its parent's threads and sockets are not there."""
-    if os.getpid() != owner:
-        raise LocalProtocolError("the plane belongs to another process; after a fork, start one of your own")
-
-
-def check_closer(reactor: Reactor[Any, Any] | None) -> None:
-    """LocalProtocolError on the reactor's own thread, where a callback would wait for its own end."""
-    if reactor is not None and reactor.is_current:
-        raise LocalProtocolError("a callback of the plane cannot close it: close it on another thread")
 
 
 def _whole(value: SupportsIndex, name: str, low: int, high: int) -> int:
@@ -70,9 +56,9 @@ def _wait(future: Future[T], room: Room, timeout_s: float | None, what: str) -> 
     try:
         return future.result(timeout_s)
     except TimeoutError:
-        if future.done():
+        if future.done() or timeout_s is None:
             raise
-        raise RoomFailed(room, f"{what} did not come within {timeout_s:g} s; the room is still live") from None
+        raise WaitTimeout(room, what, timeout_s) from None
 
 
 @attrs.frozen
@@ -105,7 +91,10 @@ class PrefillRoom:
     _cancel: Callable[[str], None]
 
     def wait_window(self, timeout_s: float | None = None) -> RoomWindow:
-        """Block until decode's offer is whole; RoomFailed when the room ends first or the time is over."""
+        """Block until decode's offer is whole.
+
+        Raises RoomFailed when the room ends first, and WaitTimeout, with the room as live as before, after `timeout_s`.
+        """
         return _wait(self.window, self.room, timeout_s, "decode's offer")
 
     def push(
@@ -207,7 +196,11 @@ class DecodeRoom:
     on_landed: Callable[[U64, U64], None] | None = None
 
     def wait(self, timeout_s: float | None = None) -> Delivered:
-        """Block until the cache is whole; RoomFailed when the room ends otherwise or the time is over."""
+        """Block until the cache is whole.
+
+        Raises RoomFailed when the room ends otherwise, and WaitTimeout after `timeout_s`: then the room is as live as
+        before and its blocks are still lent. Wait again, or cancel it and wait for `released`.
+        """
         return _wait(self.done, self.room, timeout_s, "the cache")
 
     def cancel(self, cause: str = "cancelled by the caller") -> None:
@@ -263,6 +256,7 @@ class RoomOffered:
     """Every prefill rank knows this decode; the room's blocks are offered to them."""
 
     room: Room
+    ticket: int
 
 
 @attrs.frozen
@@ -299,7 +293,16 @@ class RoomEnded:
     error: PdplaneError
 
 
-PlaneEvent: TypeAlias = RoomWindowed | RoomOffered | RoomDelivered | RoomSucceeded | RoomReleased | RoomEnded
+@attrs.frozen
+class EventsLost:
+    """Nobody polled for so long that this many events were dropped: look at the rooms' futures instead."""
+
+    count: int
+
+
+PlaneEvent: TypeAlias = (
+    RoomWindowed | RoomOffered | RoomDelivered | RoomSucceeded | RoomReleased | RoomEnded | EventsLost
+)
 
 
 # ---- The live handles of a plane by ticket, and what a step loop polls
@@ -320,12 +323,13 @@ Handle = TypeVar("Handle", bound=Endable)
 class Handles(Generic[Handle]):
     """Callers add, the reactor's thread takes out; a handle that was failed as a whole is out as well."""
 
-    def __init__(self, *, record: bool) -> None:
+    def __init__(self, *, record: bool, max_rooms: int) -> None:
         self._lock = threading.Lock()
         self._live: dict[int, Handle] = {}
         self._tickets = itertools.count(1)
         self._record = record
-        self._told: deque[PlaneEvent] = deque()
+        self._told: deque[PlaneEvent] = deque(maxlen=8 * max_rooms)
+        self._lost = 0
         self._over: PdplaneError | None = None
 
     def __len__(self) -> int:
@@ -360,7 +364,16 @@ class Handles(Generic[Handle]):
 
     def record(self, event: PlaneEvent) -> None:
         if self._record:
-            self._told.append(event)
+            with self._lock:
+                self._lost += len(self._told) == self._told.maxlen
+                self._told.append(event)
 
     def poll(self) -> list[PlaneEvent]:
-        return [self._told.popleft() for _ in range(len(self._told))]
+        """The events since the last call; LocalProtocolError when none are recorded."""
+        if not self._record:
+            raise LocalProtocolError("poll() needs record_events=True in the plane's config")
+        with self._lock:
+            found, lost = list(self._told), self._lost
+            self._told.clear()
+            self._lost = 0
+        return [EventsLost(lost), *found] if lost else found

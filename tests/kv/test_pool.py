@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdplane.errors import InternalError, LocalProtocolError, PoolExhausted
+from pdplane.errors import LocalProtocolError, PoolExhausted
 from pdplane.ids import GroupId
 from pdplane.kv.arena import Pool
 from tests.samples import KV, SNAPSHOT, two_group_layout
@@ -41,11 +41,11 @@ def test_whether_a_request_could_ever_be_served() -> None:
 def test_a_bad_release_changes_nothing(blocks: dict[GroupId, tuple[int, ...]]) -> None:
     pool = Pool(two_group_layout())
     taken = pool.allocate({KV: 2})
-    with pytest.raises(InternalError):
+    with pytest.raises(LocalProtocolError, match="not in use"):
         pool.release(blocks)
     assert pool.used_blocks()[KV] == 2
     pool.release(taken)
-    with pytest.raises(InternalError):
+    with pytest.raises(LocalProtocolError, match="not in use"):
         pool.release(taken)
     assert pool.free_parents == pool.total_parents
 

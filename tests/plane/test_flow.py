@@ -150,12 +150,6 @@ def test_a_step_loop_polls_events(start_prefill: StartPrefill, start_decode: Sta
     assert prefill.plane.poll() == decode.plane.poll() == []
 
 
-def test_without_record_events_nothing_piles_up(start_prefill: StartPrefill, start_decode: StartDecode) -> None:
-    prefill, decode = start_prefill(), start_decode()
-    meet(prefill, decode).serve()
-    assert prefill.plane.poll() == decode.plane.poll() == []
-
-
 def test_a_number_is_free_at_once_after_its_end(start_prefill: StartPrefill, start_decode: StartDecode) -> None:
     prefill, decode = start_prefill(), start_decode()
     for seed in range(1, 6):
@@ -232,17 +226,6 @@ def test_an_offer_that_nobody_asks_for_expires_and_decode_is_told(
     late = prefill.plane.open(3)
     with pytest.raises(RoomFailed, match="no request came"):
         late.wait_window(PATIENCE_S)
-
-
-def test_a_wait_that_takes_too_long_says_so_and_ends_nothing(
-    start_prefill: StartPrefill, start_decode: StartDecode
-) -> None:
-    prefill, decode = start_prefill(), start_decode()
-    _, manifest = decode.lend(10)
-    waiting = decode.plane.open(3, prefill=prefill.rendezvous, manifest=manifest)
-    with pytest.raises(RoomFailed, match="still live"):
-        waiting.wait(0.01)
-    assert not waiting.done.done()
 
 
 @pytest.mark.parametrize("room", [-1, 2**63, True])
