@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import attrs
 
@@ -16,6 +16,9 @@ from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint, GroupId, Room
 from pdplane.kv.arena import Arena
 from pdplane.kv.layout import U64, Layout
+from pdplane.messages import Fingerprint
+
+T = TypeVar("T")
 
 FinishReason = Literal["stop", "length"]
 
@@ -261,56 +264,44 @@ class Tokenizer(Protocol):
         """Return a detokenizer for one new sequence."""
 
 
-class EngineJob(Protocol):
+class EngineJob(Protocol[T]):
     """Work on the engine's thread; `future` ends after its last turn, cancelled jobs with CancelledError."""
 
     @property
-    def future(self) -> Future[Any]:
+    def future(self) -> Future[T]:
         """The job's result or exception."""
 
     def cancel(self) -> None:
         """End at the next turn; any thread, harmless after the end."""
 
 
-class EngineToken(Protocol):
-    """What a prefill job's future gives, and what a decode job reports for each token, the first one included."""
+class EngineAssembly(Protocol):
+    """A sequence's caches in the making; nothing of it is used before its request comes. Any thread may call it."""
 
-    @property
-    def token(self) -> int:
-        """The token's id."""
+    def landed(self, offsets: U64, lengths: U64) -> None:
+        """These runs of the arena are final, unless the room fails. Never blocks."""
 
-    @property
-    def logprob(self) -> float:
-        """Natural, as a float32 holds it."""
+    def drop(self) -> None:
+        """The room failed, or the request does without; harmless at any time."""
 
 
 @attrs.frozen
 class EngineDecodeRequest:
-    """A sequence whose prompt's KV lies in the arena; `blocks` are in slot order for each group."""
+    """A sequence whose prompt's KV lies in the arena; `blocks` are in slot order for each group.
+
+    `max_tokens` counts the first token, which prefill drew; a token of `stop_ids` is reported and ends the sequence.
+    `assembly` is what `DecodeEngine.assemble` gave for this prompt and these blocks; without one all is copied now.
+    """
 
     prompt: tuple[int, ...]
     blocks: Mapping[GroupId, Sequence[int]]
-    first_token: int
-    first_logprob: float
+    first: Token
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
-    keep_rows: bool = False
-    assembly: Any = None
-    """What `DecodeEngine.assemble` gave for this prompt and these blocks."""
+    sampling: Sampling = GREEDY
+    assembly: EngineAssembly | None = None
     key: int = 0
     """The job's name on all ranks of a split model."""
-
-
-class EngineFingerprint(Protocol):
-    """Pairs of name and text, as `pdplane.messages.Fingerprint` takes them."""
-
-    @property
-    def required(self) -> tuple[tuple[str, str], ...]:
-        """What must agree for right tokens."""
-
-    @property
-    def advisory(self) -> tuple[tuple[str, str], ...]:
-        """What must agree for equal bits."""
 
 
 class Engine(Protocol):
@@ -325,11 +316,11 @@ class Engine(Protocol):
         """The one buffer that the layout describes."""
 
     @property
-    def fingerprint(self) -> EngineFingerprint:
+    def fingerprint(self) -> Fingerprint:
         """What two engines must share."""
 
-    def facts(self) -> Mapping[str, Any]:
-        """Return what /server_info says of the model: its paths, `context_length`, `vocab_size`; JSON-able."""
+    def facts(self) -> Mapping[str, str | int | None]:
+        """Return what /server_info says of the model: its paths, `context_length`, `vocab_size`."""
 
     @property
     def context_length(self) -> int | None:
@@ -364,23 +355,14 @@ class PrefillEngine(Engine, Protocol):
         blocks: Mapping[GroupId, Sequence[int]],
         on_step: Callable[[range, range], None],
         key: int = 0,
-    ) -> EngineJob:
-        """Begin a prompt; raises ConfigError at once for what cannot work.
+        sampling: Sampling = GREEDY,
+    ) -> EngineJob[Token]:
+        """Begin a prompt; the future gives the token after it. Raises ConfigError at once for what cannot work.
 
         `on_step(steps, chunk)`: the pages that these tokens of the prompt complete are in the arena, in the fields of
         these layout steps (`PrefillRoom.push` takes both). All of it is told before the future gives the first token.
         `key` names the job on all ranks of a split model.
         """
-
-
-class EngineAssembly(Protocol):
-    """A sequence's caches in the making; nothing of it is used before its request comes. Any thread may call it."""
-
-    def landed(self, offsets: U64, lengths: U64) -> None:
-        """Take note that these runs of the arena are final unless the room fails; never blocks."""
-
-    def drop(self) -> None:
-        """Give the caches up, since the room failed or its request needs none; harmless at any time."""
 
 
 class DecodeEngine(Engine, Protocol):
@@ -391,11 +373,11 @@ class DecodeEngine(Engine, Protocol):
 
     def decode(
         self,
-        request: Any,  # noqa: ANN401  (the engine names its own class; the attributes are EngineDecodeRequest's)
-        on_token: Callable[[Any], None],
+        request: EngineDecodeRequest,
+        on_token: Callable[[Token], None],
         on_assembled: Callable[[], None],
-    ) -> EngineJob:
-        """Begin a sequence; each token is an EngineToken. Raises ConfigError at once for what cannot work.
+    ) -> EngineJob[FinishReason]:
+        """Begin a sequence and report each token, the first one included. Raises ConfigError for what cannot work.
 
         `on_assembled` says that the blocks were copied out and may be freed; a job that ends without it needs them
         no longer either. The future gives the finish reason.

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "machine": _BASE,
     "control": _BASE | {"wire", "machine"},
     "transport": _LOW | {"security", "kv"},
-    "engine": _LOW | {"kv", "api"},
+    "engine": _LOW | {"kv", "messages", "api"},
     "plane": _BASE | {"wire", "machine", "control", "transport"},
     "node": _NODE - {"node"},
     "serving": _NODE,

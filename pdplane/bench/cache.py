@@ -173,7 +173,7 @@ def _check_ids(args: argparse.Namespace, bench: Bench) -> None:
             wanted = thread.call(
                 partial(single_process, model, prompt, args.max_tokens, options, stop_ids=model.tokenizer.eos_ids)
             )
-            if [token.token for token in wanted] != ids:
+            if [token.id for token in wanted] != ids:
                 raise InternalError(f"after {length} tokens the worker's ids are not those of one mlx-lm process")
     finally:
         thread.close()

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Self
 
+from pdplane.api import EngineDecodeRequest, Token
 from pdplane.kv.arena import Arena, Pool
 
 _PROMPT = tuple(range(1, 33))
@@ -18,12 +19,13 @@ class Decoding:
     """An MLX engine: its arena, and an endless generation on its thread once begun. Needs the extra `mlx`."""
 
     def __init__(self, nbytes: int) -> None:
-        from pdplane.engine.decode import DecodeEngine, DecodeRequest
+        from pdplane.engine.decode import MlxDecodeEngine
         from pdplane.engine.options import EngineOptions
 
         # One block of pages more than asked: the layout rounds down.
-        self._engine = DecodeEngine(EngineOptions(model="tiny:llama", arena_bytes=nbytes + (nbytes >> 3) + (1 << 22)))
-        self._request = DecodeRequest
+        self._engine = MlxDecodeEngine(
+            EngineOptions(model="tiny:llama", arena_bytes=nbytes + (nbytes >> 3) + (1 << 22))
+        )
         self._ending = threading.Event()
         self._idle = threading.Event()
         self._idle.set()
@@ -52,7 +54,7 @@ class Decoding:
         if self._ending.is_set():
             self._idle.set()
             return
-        request = self._request(_PROMPT, self._blocks, 1, 0.0, _TOKENS, frozenset())
+        request = EngineDecodeRequest(_PROMPT, self._blocks, Token(1, 0.0), _TOKENS)
         job = self._engine.decode(request, lambda _token: None, lambda: None)
         job.future.add_done_callback(self._again)
 

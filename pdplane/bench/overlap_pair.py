@@ -13,9 +13,9 @@ import attrs
 from pdplane.api import DecodeRequest, PrefillRequest
 from pdplane.bench.slow_link import TokenBucket, slow_transport
 from pdplane.control.http_thread import HttpThread
-from pdplane.engine.decode import DecodeEngine
+from pdplane.engine.decode import MlxDecodeEngine
 from pdplane.engine.options import EngineOptions
-from pdplane.engine.prefill import PrefillEngine
+from pdplane.engine.prefill import MlxPrefillEngine
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint, new_room
 from pdplane.node.decode import DecodeNode
@@ -84,12 +84,12 @@ def open_daemons(options: EngineOptions) -> Iterator[Daemons]:
         stack.callback(http.close)
         prefills = {}
         for layerwise in (False, True):
-            engine = PrefillEngine(options if layerwise else attrs.evolve(options, layerwise_interval=0))
+            engine = MlxPrefillEngine(options if layerwise else attrs.evolve(options, layerwise_interval=0))
             node = PrefillNode(engine, PrefillConfig(bootstrap_port=0, **settings), http=http)
             stack.callback(node.close)
             node.start()
             prefills[layerwise] = node
-        decode = DecodeNode(DecodeEngine(options), DecodeConfig(**settings), http=http)
+        decode = DecodeNode(MlxDecodeEngine(options), DecodeConfig(**settings), http=http)
         stack.callback(decode.close)
         decode.start()
         _await_ready(*prefills.values())

@@ -82,8 +82,8 @@ def _run_rank(seat: Seat, args: argparse.Namespace, options: DaemonOptions, conf
         raise ConfigError("--experts cannot be had together with ranks")
     config, rank = seated(config, seat), RankProcess(seat, options, config)
     with mlx_needed():
-        from pdplane.engine.decode import DecodeEngine as MlxEngine
-    engine = MlxEngine(options.engine, group=rank.group)
+        from pdplane.engine.decode import MlxDecodeEngine
+    engine = MlxDecodeEngine(options.engine, group=rank.group)
 
     def make_lead(
         http: HttpThread, facts: Mapping[str, Any], ranks: Ranks, meet: Meet, on_lost: Callable[[str], None]
@@ -114,6 +114,6 @@ def _engine(options: DaemonOptions, prepare: Prepare | None) -> DecodeEngine:
 
         return ToyDecodeEngine()
     with mlx_needed():
-        from pdplane.engine.decode import DecodeEngine as MlxEngine
+        from pdplane.engine.decode import MlxDecodeEngine
 
-        return MlxEngine(options.engine, prepare)
+        return MlxDecodeEngine(options.engine, prepare)

@@ -70,8 +70,8 @@ def _run_rank(seat: Seat, args: argparse.Namespace, options: DaemonOptions, conf
         raise ConfigError("--experts cannot be had together with ranks")
     config, rank = seated(config, seat), RankProcess(seat, options, config)
     with mlx_needed():
-        from pdplane.engine.prefill import PrefillEngine as MlxEngine
-    engine = MlxEngine(options.engine, group=rank.group)
+        from pdplane.engine.prefill import MlxPrefillEngine
+    engine = MlxPrefillEngine(options.engine, group=rank.group)
 
     def make_lead(
         http: HttpThread, facts: Mapping[str, Any], ranks: Ranks, meet: Meet, on_lost: Callable[[str], None]
@@ -104,6 +104,6 @@ def _engine(options: DaemonOptions, prepare: Prepare | None) -> PrefillEngine:
 
         return ToyPrefillEngine()
     with mlx_needed():
-        from pdplane.engine.prefill import PrefillEngine as MlxEngine
+        from pdplane.engine.prefill import MlxPrefillEngine
 
-        return MlxEngine(options.engine, prepare)
+        return MlxPrefillEngine(options.engine, prepare)

@@ -77,7 +77,7 @@ def _measure(speaker: _Speaker, word: threading.Event, asked: Question) -> None:
     word.wait()
     stop_ids: frozenset[int] = frozenset() if asked.ignore_eos else tokenizer.eos_ids
     answer = single_process(model, tokens, asked.max_tokens, options, stop_ids=stop_ids)
-    speaker.say(ids=[token.token for token in answer], logprobs=[token.logprob for token in answer])
+    speaker.say(ids=[token.id for token in answer], logprobs=[token.logprob for token in answer])
 
 
 if __name__ == "__main__":

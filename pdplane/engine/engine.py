@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import attrs
 import mlx.core as mx
 import numpy as np
 
+from pdplane.api import Sampling
 from pdplane.engine.caches import Leaf
-from pdplane.engine.fingerprint import EngineFingerprint, fingerprint
+from pdplane.engine.fingerprint import fingerprint
 from pdplane.engine.layout import cache_layout
 from pdplane.engine.model import Model, Prepare, load_model
 from pdplane.engine.options import EngineOptions, Progress, no_progress
 from pdplane.engine.pages import Pages
 from pdplane.engine.probe import probe
 from pdplane.engine.ranks import RankGroup, check_parts, split_model
-from pdplane.engine.text import Tokenizer
+from pdplane.engine.text import MlxTokenizer
 from pdplane.engine.thread import EngineThread
 from pdplane.engine.token_pages import TokenPages, legacy_layout
 from pdplane.errors import ConfigError, InternalError
@@ -27,6 +28,7 @@ from pdplane.ids import GroupId
 from pdplane.kv.arena import PAGE_BYTES, Arena, Pool
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import blocks_needed
+from pdplane.messages import Fingerprint
 
 
 @attrs.frozen(eq=False)
@@ -38,12 +40,12 @@ class Opened:
     layout: Layout
     arena: Arena
     pages: Pages
-    fingerprint: EngineFingerprint
+    fingerprint: Fingerprint
     capacity: Pool
     """An empty pool, asked only whether a prompt could ever fit."""
 
 
-class Engine:
+class MlxEngine:
     """A loaded model with an arena; `start` loads, `close` joins the MLX thread. The constructor opens nothing.
 
     `prepare` may change the model before its weights are read, such as `RemoteExperts.attach`. With an open `group`
@@ -107,11 +109,11 @@ class Engine:
         return self.opened.arena
 
     @property
-    def fingerprint(self) -> EngineFingerprint:
+    def fingerprint(self) -> Fingerprint:
         return self.opened.fingerprint
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> MlxTokenizer:
         return self.opened.model.tokenizer
 
     @property
@@ -119,7 +121,7 @@ class Engine:
         """The model's longest sequence in tokens; None when its config does not say."""
         return self.opened.model.context_length
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> Mapping[str, str | int | None]:
         """What the model is, for whoever asks over HTTP; the path is local, or the name of a model without files."""
         model = self.opened.model
         path = str(model.path or model.name)
@@ -149,6 +151,16 @@ class Engine:
         size = self.opened.model.vocab_size
         if not 0 <= token < size:
             raise ConfigError(f"token id {token} is outside the vocabulary 0..{size - 1}")
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raise ConfigError for a logit bias of a token outside the model's vocabulary."""
+        for token, _ in sampling.logit_bias:
+            self.check_token(token)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """What XTC never takes away, as in mlx-lm's server: the end of a line and the end of an answer."""
+        return (*self.tokenizer.encode("\n"), *sorted(self.tokenizer.eos_ids))
 
 
 def _open(options: EngineOptions, progress: Progress, prepare: Prepare | None, group: RankGroup | None) -> Opened:

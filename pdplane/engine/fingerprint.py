@@ -9,27 +9,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import attrs
 import mlx.core as mx
 
 from pdplane.engine.model import Model
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.untyped import mlx_version, parameters
-
-Facts = tuple[tuple[str, str], ...]
+from pdplane.messages import Fingerprint
 
 _DIGITS = 32  # of a hash: 128 bits
 
 
-@attrs.frozen
-class EngineFingerprint:
-    """`required` must agree or tokens are wrong; a difference in `advisory` costs the last bits only."""
-
-    required: Facts
-    advisory: Facts
-
-
-def fingerprint(model: Model, options: EngineOptions, tp_size: int = 1) -> EngineFingerprint:
+def fingerprint(model: Model, options: EngineOptions, tp_size: int = 1) -> Fingerprint:
     """Describe a loaded model and its options; other sizes of split add up in another order, which costs last bits."""
     quantised = options.kv_bits is not None
     required = (
@@ -42,7 +32,7 @@ def fingerprint(model: Model, options: EngineOptions, tp_size: int = 1) -> Engin
         ("mlx", mlx_version()),
         ("mlx_lm", importlib.metadata.version("mlx-lm")),
     )
-    return EngineFingerprint(required, (("backend", _backend()), ("blas", _blas()), ("tp_size", str(tp_size))))
+    return Fingerprint(required, (("backend", _backend()), ("blas", _blas()), ("tp_size", str(tp_size))))
 
 
 def _weights_hash(model: Model) -> str:

@@ -9,10 +9,12 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
+from pdplane.api import GREEDY
 from pdplane.engine.caches import Leaf
 from pdplane.engine.model import Model
 from pdplane.engine.options import EngineOptions
-from pdplane.engine.untyped import Cache, evaluate_later, number, quantise_caches
+from pdplane.engine.sampling import Row, Sampler
+from pdplane.engine.untyped import Cache, evaluate_later, quantise_caches
 
 _CLEAR_EVERY = 256  # tokens after which mlx-lm gives unused memory back
 
@@ -20,19 +22,6 @@ _CLEAR_EVERY = 256  # tokens after which mlx-lm gives unused memory back
 def count_chunks(prompt_len: int, step_size: int) -> int:
     """How many chunks `prefill_chunks` runs for a prompt of that many tokens."""
     return -(-(prompt_len - 1) // step_size)
-
-
-@attrs.frozen(eq=False)
-class Row:
-    """One step's outcome: the greedy token, a scalar array, and the log-probabilities, shape (vocabulary,)."""
-
-    token: mx.array
-    logprobs: mx.array
-
-    def wait(self) -> tuple[int, float]:
-        """The token and its log-probability; blocks until they are computed."""
-        token = int(number(self.token))
-        return token, float(number(self.logprobs[token]))
 
 
 @attrs.define(eq=False)
@@ -65,14 +54,17 @@ class Forward:
             done += len(chunk)
             yield done
 
-    def step(self, token: mx.array) -> Row:
-        """Start the step of one token, a scalar array that need not be computed yet."""
+    def step(self, token: mx.array, sampler: Sampler | None = None) -> Row:
+        """Start the step of one token, an array of one element that need not be computed yet.
+
+        Without a sampler the likeliest token is chosen; a sampler has to know the tokens before this one.
+        """
+        sampler = sampler or Sampler(GREEDY)
         with mx.stream(generation_stream):
             logits = self.model.network(token.reshape(1, 1), cache=self.caches)[:, -1, :]
+            row = sampler.choose(logits, self.model.agree)
             self._quantise()
-            logprobs = logits - mx.logsumexp(logits, keepdims=True)
-            row = Row(self.model.agree(mx.argmax(logprobs, axis=-1)), logprobs.squeeze(0))
-            evaluate_later(row.token, row.logprobs)
+            evaluate_later(row.logprobs, *row.arrays)
             if self.steps % _CLEAR_EVERY == _CLEAR_EVERY - 1:
                 mx.clear_cache()
         self.steps += 1

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from pdplane.engine.options import Progress, no_progress
 from pdplane.engine.sources import Form, converted_folder, smollm2_folder
-from pdplane.engine.text import Tokenizer
+from pdplane.engine.text import MlxTokenizer
 from pdplane.engine.tiny import build_tiny
 from pdplane.engine.untyped import Network, load_folder, load_folder_tokenizer
 from pdplane.errors import ConfigError
@@ -31,7 +31,7 @@ class Model:
 
     name: str
     network: Network
-    tokenizer: Tokenizer
+    tokenizer: MlxTokenizer
     config: Mapping[str, Any]
     path: Path | None
     agree: Callable[[mx.array], mx.array] = _as_it_is
@@ -91,7 +91,7 @@ def model_folder(name: str, progress: Progress = no_progress) -> Path:
     return _download(name, progress)
 
 
-def load_tokenizer(name: str, *, progress: Progress = no_progress) -> Tokenizer:
+def load_tokenizer(name: str, *, progress: Progress = no_progress) -> MlxTokenizer:
     """A model's tokenizer without its weights. Raises ConfigError."""
     if name.startswith(TINY):
         return build_tiny(name.removeprefix(TINY)).tokenizer
@@ -100,7 +100,7 @@ def load_tokenizer(name: str, *, progress: Progress = no_progress) -> Tokenizer:
         wrapper = load_folder_tokenizer(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot load the tokenizer of model {name!r}: {_one_line(error)}") from error
-    return Tokenizer(wrapper._tokenizer, wrapper.eos_token_ids)
+    return MlxTokenizer(wrapper._tokenizer, wrapper.eos_token_ids)
 
 
 def _download(name: str, progress: Progress) -> Path:
@@ -120,7 +120,7 @@ def _load_folder(name: str, path: Path, progress: Progress, prepare: Prepare | N
         network, wrapper, config = load_folder(path, lazy=prepare is not None)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, json.JSONDecodeError) as error:
         raise ConfigError(f"cannot load model {name!r} from {path}: {_one_line(error)}") from error
-    model = Model(name, network, Tokenizer(wrapper._tokenizer, wrapper.eos_token_ids), config, path)
+    model = Model(name, network, MlxTokenizer(wrapper._tokenizer, wrapper.eos_token_ids), config, path)
     if prepare is not None:
         prepare(model)
     mx.eval(network.parameters())

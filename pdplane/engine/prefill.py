@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import mlx.core as mx
 
+from pdplane.api import GREEDY, Sampling, Token
 from pdplane.engine.caches import Leaf
-from pdplane.engine.engine import Engine
+from pdplane.engine.engine import MlxEngine
 from pdplane.engine.forward import Forward, count_chunks
 from pdplane.engine.layout import carried
 from pdplane.engine.model import Prepare
@@ -17,21 +17,12 @@ from pdplane.engine.options import EngineOptions
 from pdplane.engine.pages import Blocks
 from pdplane.engine.prompts import PromptLine
 from pdplane.engine.ranks import RankGroup
+from pdplane.engine.sampling import Sampler
 from pdplane.engine.tap import OnStep, Tap
 from pdplane.engine.thread import Job, Turns
-from pdplane.engine.views import Numbers, row_of
 
 
-@attrs.frozen(eq=False)
-class FirstToken:
-    """The token after the prompt and its log-probability; `logprobs` is the whole row when it was asked for."""
-
-    token: int
-    logprob: float
-    logprobs: Numbers | None = None
-
-
-class PrefillEngine(Engine):
+class MlxPrefillEngine(MlxEngine):
     """Computes prompts one chunk a turn, in the order of a `PromptLine`."""
 
     def __init__(self, options: EngineOptions, prepare: Prepare | None = None, group: RankGroup | None = None) -> None:
@@ -44,31 +35,35 @@ class PrefillEngine(Engine):
         blocks: Blocks,
         on_step: OnStep,
         key: int = 0,
+        sampling: Sampling = GREEDY,
         *,
         keep_row: bool = False,
-    ) -> Job[FirstToken]:
+    ) -> Job[Token]:
         """Compute a prompt into `blocks`, which hold `blocks_needed(len(tokens))` ids of each group in slot order.
 
         `on_step(steps, chunk)` is called on the MLX thread when the pages that these tokens complete are in the arena,
         in the fields of those layout steps: each (step, token) once, in the tokens' order, all of them before the job
-        ends well. An exception from it fails the job. `key` is the job's name on all ranks of a split model. Raises
-        ConfigError at once for a prompt or blocks that cannot work.
+        ends well. An exception from it fails the job. `key` is the job's name on all ranks of a split model. With
+        `keep_row` the token is a `RowToken`. Raises ConfigError at once for what cannot work.
         """
         prompt = tuple(tokens)
         self.check_prompt_len(len(prompt))
         for token in {min(prompt), max(prompt)}:
             self.check_token(token)
+        self.check_sampling(sampling)
         self.opened.pages.check(blocks, self.blocks_needed(len(prompt)))
         owned = {group_id: tuple(ids) for group_id, ids in blocks.items()}
         return self.thread.share(
-            lambda: self._turns(prompt, owned, on_step, keep_row=keep_row),
+            lambda: self._turns(prompt, owned, on_step, sampling, keep_row=keep_row),
             key,
-            f"{len(prompt)} tokens",
+            f"{len(prompt)} tokens, {sampling}",
             self._line,
             count_chunks(len(prompt), self.options.prefill_step_size),
         )
 
-    def _turns(self, prompt: tuple[int, ...], blocks: Blocks, on_step: OnStep, *, keep_row: bool) -> Turns[FirstToken]:
+    def _turns(
+        self, prompt: tuple[int, ...], blocks: Blocks, on_step: OnStep, sampling: Sampling, *, keep_row: bool
+    ) -> Turns[Token]:
         forward = Forward(self.opened.model, self.options)
         tap = Tap(self._leaves_by_step(), self.opened.pages, blocks, on_step, self.options)
         tap.attach(forward.caches, count_chunks(len(prompt), self.options.prefill_step_size))
@@ -76,11 +71,11 @@ class PrefillEngine(Engine):
             tap.end(forward.caches)
             if done < len(prompt) - 1:
                 yield
-        row = forward.step(mx.array(prompt[-1]))
-        token, logprob = row.wait()
+        row = forward.step(mx.array(prompt[-1]), Sampler(sampling, prompt, self.kept))
+        token = row.read(keep_row=keep_row)
         forward.settle()
         tap.finish(forward.caches, len(prompt))
-        return FirstToken(token, logprob, row_of(row.logprobs) if keep_row else None)
+        return token
 
     def _leaves_by_step(self) -> list[tuple[int, Leaf]]:
         """Layout step and leaf of all leaves that have bytes, ascending."""

@@ -42,7 +42,7 @@ def _leaves_after(model: Model, options: EngineOptions, length: int) -> tuple[Le
     try:
         for _ in forward.prefill_chunks([0] * length):
             pass
-        forward.step(mx.array(0)).wait()
+        forward.step(mx.array(0)).read()
         forward.settle()
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())

@@ -11,7 +11,7 @@ from pdplane.errors import ConfigError
 _INCOMPLETE = "\ufffd"  # what a decoder prints for bytes that are no whole character yet
 
 
-class Tokenizer:
+class MlxTokenizer:
     """A Hugging Face tokenizer behind a lock: its Rust core refuses to be borrowed by two threads at once."""
 
     def __init__(self, hugging_face: HuggingFaceTokenizer, eos_ids: Iterable[int]) -> None:
@@ -50,19 +50,19 @@ class Tokenizer:
             )
             return [int(token) for token in self._inner.encode(str(text), add_special_tokens=False)]
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self) -> MlxDetokenizer:
         """A fresh incremental decoder for one sequence."""
-        return Detokenizer(self)
+        return MlxDetokenizer(self)
 
 
-class Detokenizer:
+class MlxDetokenizer:
     """Turns one sequence of tokens into pieces of text whose concatenation is the decoded whole.
 
     A piece is held back while it ends inside a character. Each decoding starts a few tokens early, since some
     tokenizers treat the first token of a text in another way.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: MlxTokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from pdplane.engine.text import Tokenizer
+from pdplane.engine.text import MlxTokenizer
 from pdplane.engine.untyped import (
     HuggingFaceTokenizer,
     Network,
@@ -90,7 +90,7 @@ class Tiny:
 
     network: Network
     config: Mapping[str, Any]
-    tokenizer: Tokenizer
+    tokenizer: MlxTokenizer
 
 
 def build_tiny(name: str, seed: int = 0) -> Tiny:
@@ -149,7 +149,7 @@ def _draw_weights(network: Network, dtype: mx.Dtype, seed: int) -> None:
 
 
 @functools.cache
-def _tokenizer() -> Tokenizer:
+def _tokenizer() -> MlxTokenizer:
     from tokenizers import Tokenizer as FastTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -167,4 +167,4 @@ def _tokenizer() -> Tokenizer:
     )
     fast.train_from_iterator([_SENTENCE] * 3, trainer)
     inner = make(tokenizer_object=fast, bos_token="<s>", eos_token="</s>", chat_template=_TEMPLATE)
-    return Tokenizer(inner, [EOS_ID])
+    return MlxTokenizer(inner, [EOS_ID])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,6 +22,8 @@ Network: TypeAlias = Any
 HuggingFaceTokenizer: TypeAlias = Any
 Wrapper: TypeAlias = Any
 """mlx-lm's wrapper around a tokenizer."""
+Processor: TypeAlias = Callable[[mx.array, mx.array], mx.array]
+"""One of mlx-lm's logits processors: tokens and logits of shape (1, vocabulary) to other logits."""
 
 _nn: Any = mlx.nn
 _utils: Any = mlx.utils
@@ -75,6 +79,23 @@ def evaluate_later(*arrays: mx.array) -> None:
     _mx.async_eval(*arrays)
 
 
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Let mlx-lm's compiled functions run as they are written, with the same result.
+
+    A compiled function makes a new kernel for each new value of its numbers (a temperature, a bound): on the CPU that
+    takes a C++ compiler seconds, during which no sequence gets a token.
+    """
+    if "MLX_DISABLE_COMPILE" in os.environ:
+        yield
+        return
+    _mx.disable_compile()
+    try:
+        yield
+    finally:
+        _mx.enable_compile()
+
+
 def queue_depth() -> int:
     """How many parts of a graph this device works on without its caller: 2 on a GPU, 1 on the CPU."""
     return 1 if _mx.default_device().type == _mx.DeviceType.cpu else 2
@@ -86,6 +107,14 @@ def number(array: mx.array) -> int | float:
     if isinstance(value, complex):
         raise TypeError("a complex scalar")
     return value
+
+
+def numbers_in(array: mx.array) -> list[float]:
+    """The values of an array of one axis; waits for it."""
+    values = array.tolist()
+    if not isinstance(values, list):
+        raise TypeError("a scalar")
+    return [float(value) for value in values if isinstance(value, (int, float))]
 
 
 def quantise_caches(caches: list[Cache], *, group_size: int, bits: int | None) -> None:

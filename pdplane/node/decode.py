@@ -18,8 +18,8 @@ from pdplane.api import (
     EngineAssembly,
     EngineDecodeRequest,
     EngineJob,
-    EngineToken,
     Finished,
+    FinishReason,
     Token,
     Tokenizer,
 )
@@ -50,7 +50,7 @@ class DecodeLeg:
     gone: set[str] = attrs.field(factory=set)
     room: DecodeRoom | None = None
     assembly: EngineAssembly | None = None
-    job: EngineJob | None = None
+    job: EngineJob[FinishReason] | None = None
     cause: str | None = None
     count: int = 0
     _give_up: Callable[[DecodeLeg], None] = attrs.field(kw_only=True)
@@ -173,10 +173,10 @@ class DecodeNode:
         return EngineDecodeRequest(
             leg.request.tokens,
             dict(leg.blocks or {}),
-            delivered.first_token,
-            logprob,
+            Token(delivered.first_token, logprob),
             leg.request.max_tokens,
             leg.stop_ids,
+            leg.request.sampling,
             assembly=leg.assembly,
             key=leg.request.room,
         )
@@ -186,15 +186,15 @@ class DecodeNode:
         leg.mark("assembly_ms", whole)
         self._let_go(leg, "engine")
 
-    def _token(self, leg: DecodeLeg, token: EngineToken) -> None:
+    def _token(self, leg: DecodeLeg, token: Token) -> None:
         """One token, the first one included."""
         leg.count += 1
         if leg.count == 1:
             leg.mark("first_token_ms", leg.began)
-        leg.on_token(Token(token.token, token.logprob))
+        leg.on_token(token)
 
     @arrow
-    def _finished(self, leg: DecodeLeg, job: Future[Any]) -> None:
+    def _finished(self, leg: DecodeLeg, job: Future[FinishReason]) -> None:
         """The sequence has ended."""
         self._let_go(leg, "engine")
         if job.cancelled() or job.exception() is not None:

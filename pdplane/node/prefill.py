@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from pdplane.api import EngineJob, FirstToken, PrefillEngine, PrefillRequest, Tokenizer
+from pdplane.api import EngineJob, FirstToken, PrefillEngine, PrefillRequest, Token, Tokenizer
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError, InternalError, LocalProtocolError, PdplaneError, PoolExhausted
 from pdplane.ids import GroupId, Room
@@ -45,7 +45,7 @@ class PrefillLeg:
     place: Place | None = None
     blocks: Blocks | None = None
     gone: set[str] = attrs.field(factory=set)
-    job: EngineJob | None = None
+    job: EngineJob[Token] | None = None
     nbytes: int = 0
     first: FirstToken | None = None
     pushed: float | None = None
@@ -145,7 +145,11 @@ class PrefillNode:
             if leg.room.done.done():
                 raise LocalProtocolError("the room ended while it stood in line")
             leg.job = self._engine.prefill(
-                leg.request.tokens, blocks, lambda steps, chunk: self._push(leg, blocks, steps, chunk), leg.number
+                leg.request.tokens,
+                blocks,
+                lambda steps, chunk: self._push(leg, blocks, steps, chunk),
+                leg.number,
+                leg.request.sampling,
             )
         except PdplaneError as error:
             leg.cancel(str(error))
@@ -170,14 +174,15 @@ class PrefillNode:
                 leg.cancel(str(error))
 
     @arrow
-    def _finish(self, leg: PrefillLeg, job: Future[Any], started: float) -> None:
+    def _finish(self, leg: PrefillLeg, job: Future[Token], started: float) -> None:
         """The engine has ended: tell the room how."""
         leg.mark("prefill_ms", started)
         leg.computed = time.monotonic()
         if job.cancelled() or job.exception() is not None:
             leg.cancel("prefill was cancelled" if job.cancelled() else f"prefill failed: {job.exception()}")
         else:
-            self._succeed(leg, FirstToken(job.result().token, job.result().logprob))
+            first = job.result()
+            self._succeed(leg, FirstToken(first.id, first.logprob, top=first.top))
         self._let_go(leg, "engine")
 
     def _succeed(self, leg: PrefillLeg, first: FirstToken) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import attrs
 
-from pdplane.api import DecodeRequest, Finished, FirstToken, PrefillRequest, Token, Tokenizer
+from pdplane.api import DecodeRequest, Finished, FirstToken, PrefillRequest, Sampling, Token, Tokenizer
 from pdplane.control.ranks import Message, RankLink
 from pdplane.errors import ConfigError, LocalProtocolError, PdplaneError, RoomFailed
 from pdplane.ids import Endpoint, Room
@@ -53,7 +53,7 @@ def cause_of(error: BaseException) -> str:
 def write_request(request: Request) -> str:
     """The request as JSON."""
     if isinstance(request, PrefillRequest):
-        return json.dumps({"tokens": request.tokens})
+        return json.dumps({"tokens": request.tokens, "sampling": attrs.asdict(request.sampling)})
     return json.dumps(
         {
             "tokens": request.tokens,
@@ -61,6 +61,7 @@ def write_request(request: Request) -> str:
             "max_tokens": request.max_tokens,
             "ignore_eos": request.ignore_eos,
             "stop_ids": sorted(request.stop_ids),
+            "sampling": attrs.asdict(request.sampling),
         }
     )
 
@@ -69,8 +70,10 @@ def read_request(room: int, text: str) -> Request:
     """The request again; ValueError, KeyError or TypeError for what rank 0 would not write."""
     found = json.loads(text)
     tokens = tuple(map(int, found["tokens"]))
+    asked = found["sampling"]
+    sampling = Sampling(**(asked | {"logit_bias": tuple((token, bias) for token, bias in asked["logit_bias"])}))
     if "prefill" not in found:
-        return PrefillRequest(Room(room), tokens)
+        return PrefillRequest(Room(room), tokens, sampling)
     return DecodeRequest(
         Room(room),
         tokens,
@@ -78,6 +81,7 @@ def read_request(room: int, text: str) -> Request:
         int(found["max_tokens"]),
         bool(found["ignore_eos"]),
         frozenset(map(int, found["stop_ids"])),
+        sampling,
     )
 
 

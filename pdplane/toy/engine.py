@@ -7,11 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import attrs
 
-from pdplane.api import EngineDecodeRequest, FinishReason, FirstToken
+from pdplane.api import GREEDY, EngineDecodeRequest, FinishReason, Sampling, Token
 from pdplane.errors import ConfigError, InternalError
 from pdplane.ids import FieldId, GroupId
 from pdplane.kv.arena import Arena, Pool
@@ -37,14 +37,14 @@ VOCABULARY = 256
 _LOOK_AGAIN_S = 0.005  # how soon a held engine notices that a job was cancelled
 
 T = TypeVar("T")
-Turns = Generator[None, None, Any]
+Turns = Generator[None, None, T]
 
 
-class ToyJob:
+class ToyJob(Generic[T]):
     """One generator on the toy thread; a turn is one `next`."""
 
-    def __init__(self, turns: Turns) -> None:
-        self.future: Future[Any] = Future()
+    def __init__(self, turns: Turns[T]) -> None:
+        self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()  # it ends by its own thread only
         self.cancelled = threading.Event()
         self._turns = turns
@@ -77,7 +77,7 @@ class ToyThread:
         self._name = name
         self._hold = hold
         self._wake = threading.Condition()
-        self._jobs: deque[ToyJob] = deque()
+        self._jobs: deque[ToyJob[Any]] = deque()
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -87,7 +87,7 @@ class ToyThread:
             self._thread = threading.Thread(target=self._run, name=self._name)
             self._thread.start()
 
-    def submit(self, turns: Turns) -> ToyJob:
+    def submit(self, turns: Turns[T]) -> ToyJob[T]:
         """Queue a job; InternalError when the thread is closed."""
         job = ToyJob(turns)
         with self._wake:
@@ -111,7 +111,7 @@ class ToyThread:
             if job.take_turn(closing=self._closing):
                 self._jobs.append(job)
 
-    def _next_job(self) -> ToyJob | None:
+    def _next_job(self) -> ToyJob[Any] | None:
         with self._wake:
             while not self._jobs:
                 if self._closing:
@@ -119,7 +119,7 @@ class ToyThread:
                 self._wake.wait()
             return self._jobs.popleft()
 
-    def _wait_while_held(self, job: ToyJob) -> None:
+    def _wait_while_held(self, job: ToyJob[Any]) -> None:
         while self._hold is not None and not self._hold.wait(_LOOK_AGAIN_S):
             if self._closing or job.cancelled.is_set():
                 return
@@ -149,7 +149,7 @@ class ToyEngine:
     def fingerprint(self) -> Fingerprint:
         return Fingerprint((("model", f"toy-{self.options.seed}"),), (("toy", "1"),))
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> Mapping[str, str | int | None]:
         return {"context_length": self.options.context_length, "vocab_size": VOCABULARY}
 
     @property
@@ -193,16 +193,21 @@ class ToyPrefillEngine(ToyEngine):
         blocks: Mapping[GroupId, Sequence[int]],
         on_step: Callable[[range, range], None],
         key: int = 0,
-    ) -> ToyJob:
-        """Begin a prompt; the future gives a FirstToken, or the poison's RuntimeError."""
+        sampling: Sampling = GREEDY,
+    ) -> ToyJob[Token]:
+        """Begin a prompt; the future gives the first token, or the poison's RuntimeError."""
         self.check_prompt_len(len(tokens))
         for token in tokens:
             self.check_token(token)
-        return self._thread.submit(self._prefill(tuple(tokens), blocks, on_step))
+        return self._thread.submit(self._prefill(tuple(tokens), blocks, on_step, sampling))
 
     def _prefill(
-        self, tokens: tuple[int, ...], blocks: Mapping[GroupId, Sequence[int]], on_step: Callable[[range, range], None]
-    ) -> Turns:
+        self,
+        tokens: tuple[int, ...],
+        blocks: Mapping[GroupId, Sequence[int]],
+        on_step: Callable[[range, range], None],
+        sampling: Sampling,
+    ) -> Turns[Token]:
         options, steps, start = self.options, range(len(self.layout.steps)), 0
         for start in range(0, len(tokens), options.chunk_tokens):
             chunk = tokens[start : start + options.chunk_tokens]
@@ -216,7 +221,7 @@ class ToyPrefillEngine(ToyEngine):
         write_state(options, self.arena, self.layout, blocks, tokens)
         for step in steps:
             on_step(range(step, step + 1), range(start, len(tokens)))
-        return FirstToken(*next_token(options, digest_of_prompt(options, tokens), ()))
+        return _token(options, digest_of_prompt(options, tokens), (), sampling)
 
 
 class ToyDecodeEngine(ToyEngine):
@@ -233,9 +238,9 @@ class ToyDecodeEngine(ToyEngine):
     def decode(
         self,
         request: EngineDecodeRequest,
-        on_token: Callable[[FirstToken], None],
+        on_token: Callable[[Token], None],
         on_assembled: Callable[[], None],
-    ) -> ToyJob:
+    ) -> ToyJob[FinishReason]:
         """Begin a sequence; the future gives "stop" or "length"."""
         self.check_prompt_len(len(request.prompt))
         return self._thread.submit(self._decode(request, on_token, on_assembled))
@@ -243,23 +248,22 @@ class ToyDecodeEngine(ToyEngine):
     def _decode(
         self,
         request: EngineDecodeRequest,
-        on_token: Callable[[FirstToken], None],
+        on_token: Callable[[Token], None],
         on_assembled: Callable[[], None],
-    ) -> Turns:
-        if request.assembly is not None:
+    ) -> Turns[FinishReason]:
+        if isinstance(request.assembly, ToyAssembly):
             request.assembly.check()
         digest = digest_of_arena(self.options, self.arena, self.layout, request.blocks, request.prompt)
         on_assembled()
-        token, logprob = request.first_token, request.first_logprob
-        answer: list[int] = []
+        token, answer = request.first, list[int]()
         while True:
-            answer.append(token)
-            on_token(FirstToken(token, logprob))
+            answer.append(token.id)
+            on_token(token)
             if (reason := _reason(request, answer)) is not None:
                 return reason
             self.turns += 1
             yield
-            token, logprob = next_token(self.options, digest, answer)
+            token = _token(self.options, digest, answer, request.sampling)
 
 
 class ToyAssembly:
@@ -293,6 +297,14 @@ class ToyAssembly:
             for (field, block), copy in self.copies.items():
                 if page(self._arena, self._layout, field, block).tobytes() != copy:
                     raise RuntimeError(f"block {block} of {field} changed after it was final")
+
+
+def _token(options: ToyOptions, digest: bytes, answer: Sequence[int], sampling: Sampling) -> Token:
+    """The next token; a seed gives other ones, and the likeliest are it and the letters behind it."""
+    if sampling.temperature > 0 and sampling.seed is not None:
+        digest += sampling.seed.to_bytes(8, "little")
+    token, logprob = next_token(options, digest, answer)
+    return Token(token, logprob, tuple(((token + n) % VOCABULARY, logprob - n) for n in range(sampling.top_logprobs)))
 
 
 def _reason(request: EngineDecodeRequest, answer: Sequence[int]) -> FinishReason | None:

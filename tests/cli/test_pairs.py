@@ -126,7 +126,7 @@ def reference(prompts: list[list[int]], max_tokens: int, name: str = MODEL) -> l
 
         def answer(prompt: list[int]) -> list[int]:
             stop_ids = model.tokenizer.eos_ids
-            return [token.token for token in single_process(model, prompt, max_tokens, options, stop_ids=stop_ids)]
+            return [token.id for token in single_process(model, prompt, max_tokens, options, stop_ids=stop_ids)]
 
         return [thread.call(lambda prompt=prompt: answer(prompt)) for prompt in prompts]  # type: ignore[misc]
     finally:

@@ -54,7 +54,7 @@ def single(model: str) -> list[list[int]]:
 
     def run() -> list[list[int]]:
         loaded = load_model(model)
-        return [[token.token for token in single_process(loaded, tokens, COUNT, options)] for tokens in PROMPTS]
+        return [[token.id for token in single_process(loaded, tokens, COUNT, options)] for tokens in PROMPTS]
 
     thread = EngineThread()
     thread.start()

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 import attrs
 import numpy as np
 
-from pdplane.engine.decode import DecodeEngine, DecodeRequest, FinishReason, Token
+from pdplane.api import GREEDY, EngineDecodeRequest, FinishReason, Sampling, Token
+from pdplane.engine.decode import MlxDecodeEngine
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.pages import Assembly, Blocks
-from pdplane.engine.prefill import FirstToken, PrefillEngine
+from pdplane.engine.prefill import MlxPrefillEngine
 from pdplane.engine.reference import single_process
+from pdplane.engine.sampling import RowToken
 from pdplane.ids import Rank
 from pdplane.kv.arena import Pool
 from pdplane.kv.copies import Copies, plan_block_copies, window_runs
@@ -38,8 +40,8 @@ class Pair:
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
-        self.prefill = PrefillEngine(options)
-        self.decode = DecodeEngine(options)
+        self.prefill = MlxPrefillEngine(options)
+        self.decode = MlxDecodeEngine(options)
         self.prefill.start()
         self.decode.start()
         self.parts: list[tuple[range, range]] = []
@@ -50,7 +52,14 @@ class Pair:
         self.decode.close()
         self.prefill.close()
 
-    def run(self, prompt: Sequence[int], max_tokens: int, *, stop_ids: frozenset[int] = frozenset()) -> Run:
+    def run(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        sampling: Sampling = GREEDY,
+    ) -> Run:
         """Prefill, move, decode; blocks are scattered, full of garbage before, and garbage again once assembled."""
         with (
             self._blocks(self._pools[0], len(prompt), 1) as ours,
@@ -59,10 +68,18 @@ class Pair:
             self.prefill.arena.bytes.fill(GARBAGE)
             self.decode.arena.bytes.fill(GARBAGE)
             assembly = self.decode.assemble(len(prompt), theirs)
-            first = self.stream(prompt, ours, theirs, assembly)
-            return self.finish(prompt, theirs, first, max_tokens, stop_ids, assembly)
+            first = self.stream(prompt, ours, theirs, assembly, sampling)
+            request = EngineDecodeRequest(tuple(prompt), theirs, first, max_tokens, stop_ids, sampling, assembly)
+            return self.finish(request)
 
-    def stream(self, prompt: Sequence[int], ours: Blocks, theirs: Blocks, assembly: Assembly) -> FirstToken:
+    def stream(
+        self,
+        prompt: Sequence[int],
+        ours: Blocks,
+        theirs: Blocks,
+        assembly: Assembly,
+        sampling: Sampling = GREEDY,
+    ) -> Token:
         """Prefill, and move what is told at the moment when it is told; each byte must be told once."""
         landed = np.zeros(self.decode.arena.nbytes, np.uint8)
 
@@ -75,7 +92,7 @@ class Pair:
                 landed[target : target + length] += 1
 
         self.parts = []
-        first = self.prefill.prefill(prompt, ours, on_step, keep_row=True).result(60)
+        first = self.prefill.prefill(prompt, ours, on_step, sampling=sampling, keep_row=True).result(60)
         manifest = build_manifest(self.decode.layout, theirs, 0, len(prompt))
         expected = np.zeros(self.decode.arena.nbytes, np.uint8)
         for start, length in zip(*window_runs(self.decode.layout, manifest), strict=True):
@@ -99,15 +116,7 @@ class Pair:
         for source, target, length in zip(copies.source, copies.destination, copies.length, strict=True):
             self.decode.arena.bytes[target : target + length] = self.prefill.arena.bytes[source : source + length]
 
-    def finish(
-        self,
-        prompt: Sequence[int],
-        blocks: Blocks,
-        first: FirstToken,
-        max_tokens: int,
-        stop_ids: frozenset[int],
-        assembly: Assembly | None = None,
-    ) -> Run:
+    def finish(self, request: EngineDecodeRequest) -> Run:
         tokens: list[Token] = []
         assembled: list[None] = []
 
@@ -115,32 +124,36 @@ class Pair:
             assembled.append(None)
             self.decode.arena.bytes.fill(GARBAGE)  # the blocks have other owners now
 
-        request = DecodeRequest(
-            tuple(prompt), blocks, first.token, first.logprob, max_tokens, stop_ids, keep_rows=True, assembly=assembly
-        )
-        reason = self.decode.decode(request, tokens.append, on_assembled).result(60)
+        reason = self.decode.decode(request, tokens.append, on_assembled, keep_rows=True).result(60)
         assert len(assembled) == 1
-        assert (tokens[0].token, tokens[0].logprob) == (first.token, first.logprob)
-        return Run((attrs.evolve(tokens[0], logprobs=first.logprobs), *tokens[1:]), reason)
+        assert tokens[0] is request.first
+        return Run(tuple(tokens), reason)
 
     def reference(
-        self, prompt: Sequence[int], max_tokens: int, *, stop_ids: frozenset[int] = frozenset()
-    ) -> list[Token]:
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        sampling: Sampling = GREEDY,
+    ) -> list[RowToken]:
         """The same by mlx-lm alone, with the decode engine's weights."""
-        model = self.decode.opened.model
+        model, kept = self.decode.opened.model, self.decode.kept
         return self.decode.thread.call(
-            lambda: single_process(model, prompt, max_tokens, self.options, stop_ids=stop_ids, keep_rows=True)
+            lambda: single_process(
+                model, prompt, max_tokens, self.options, stop_ids=stop_ids, sampling=sampling, kept=kept
+            )
         )
 
-    def check(self, prompt: Sequence[int], max_tokens: int) -> None:
+    def check(self, prompt: Sequence[int], max_tokens: int, sampling: Sampling = GREEDY) -> None:
         """Assert that ids and whole rows of log-probabilities are equal, bit for bit."""
-        got, wanted = self.run(prompt, max_tokens).tokens, self.reference(prompt, max_tokens)
-        assert [token.token for token in got] == [token.token for token in wanted]
+        got = self.run(prompt, max_tokens, sampling=sampling).tokens
+        wanted = self.reference(prompt, max_tokens, sampling=sampling)
+        assert [token.id for token in got] == [token.id for token in wanted]
         for place, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
             assert ours.logprob == theirs.logprob, f"log-probability of token {place}"
-            assert ours.logprobs is not None
-            assert theirs.logprobs is not None
-            assert np.array_equal(ours.logprobs.view(np.uint32), theirs.logprobs.view(np.uint32)), f"row {place}"
+            assert isinstance(ours, RowToken)
+            assert np.array_equal(ours.row.view(np.uint32), theirs.row.view(np.uint32)), f"row {place}"
 
     @contextmanager
     def _blocks(self, pool: Pool, prompt_len: int, seed: int) -> Iterator[Blocks]:

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pdplane.engine.decode import DecodeRequest, Token
+from pdplane.api import EngineDecodeRequest, Token
 from pdplane.engine.pages import Assembly, Blocks
-from pdplane.engine.prefill import FirstToken
 from pdplane.engine.thread import Turns
 from pdplane.errors import ConfigError
 from pdplane.kv.arena import Pool
@@ -54,7 +53,7 @@ class Moved:
         self.ours = Pool(pair.prefill.layout).allocate(pair.prefill.blocks_needed(length))
         self.theirs: Blocks = Pool(pair.decode.layout).allocate(pair.decode.blocks_needed(length))
         pair.decode.arena.bytes.fill(GARBAGE)
-        self.first: FirstToken = pair.prefill.prefill(self.prompt, self.ours, _nothing, keep_row=True).result(60)
+        self.first: Token = pair.prefill.prefill(self.prompt, self.ours, _nothing, keep_row=True).result(60)
         pair.move(self.ours, self.theirs, length)
 
     def assembly(self) -> Assembly:
@@ -73,9 +72,9 @@ class Moved:
 
     def check(self, assembly: Assembly | None) -> None:
         """Assert that it continues with the bits of one process."""
-        run = self.pair.finish(self.prompt, self.theirs, self.first, 4, frozenset(), assembly)
+        run = self.pair.finish(EngineDecodeRequest(tuple(self.prompt), self.theirs, self.first, 4, assembly=assembly))
         wanted = self.pair.reference(self.prompt, 4)
-        assert [(token.token, token.logprob) for token in run.tokens] == [(t.token, t.logprob) for t in wanted]
+        assert [(token.id, token.logprob) for token in run.tokens] == [(t.id, t.logprob) for t in wanted]
 
 
 @pytest.mark.parametrize("nbytes", [100, 1 << 20])
@@ -136,7 +135,7 @@ def test_a_dropped_assembly_copies_nothing_more(llama: Pair) -> None:
 def test_many_assemblies_share_the_thread_with_sequences(llama: Pair) -> None:
     first = Moved(llama)
     answer: list[Token] = []
-    request = DecodeRequest(tuple(first.prompt), first.theirs, first.first.token, first.first.logprob, 40)
+    request = EngineDecodeRequest(tuple(first.prompt), first.theirs, first.first, 40)
     job = llama.decode.decode(request, answer.append, lambda: None)
     assemblies = [first.assembly() for _ in range(3)]
     starts, lengths = first.pieces(64)
@@ -145,7 +144,7 @@ def test_many_assemblies_share_the_thread_with_sequences(llama: Pair) -> None:
             assembly.landed(starts[part : part + 50], lengths[part : part + 50])
     assert job.result(60) == "length"
     wanted = llama.reference(first.prompt, 40)
-    assert [(token.token, token.logprob) for token in answer] == [(t.token, t.logprob) for t in wanted]
+    assert [(token.id, token.logprob) for token in answer] == [(t.id, t.logprob) for t in wanted]
     for assembly in assemblies[:2]:
         assembly.drop()
     first.check(assemblies[2])
@@ -154,9 +153,7 @@ def test_many_assemblies_share_the_thread_with_sequences(llama: Pair) -> None:
 def test_an_answer_of_one_token_drops_the_assembly(llama: Pair) -> None:
     moved = Moved(llama)
     assembly = moved.assembly()
-    request = DecodeRequest(
-        tuple(moved.prompt), moved.theirs, moved.first.token, moved.first.logprob, 1, assembly=assembly
-    )
+    request = EngineDecodeRequest(tuple(moved.prompt), moved.theirs, moved.first, 1, assembly=assembly)
     assert llama.decode.decode(request, _nothing, _nothing).result(60) == "length"
     assembly.landed(*moved.pieces(1 << 20))
     _settle(llama)

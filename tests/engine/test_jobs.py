@@ -9,8 +9,9 @@ from concurrent.futures import CancelledError
 import attrs
 import pytest
 
-from pdplane.engine.decode import DecodeEngine, DecodeRequest, Token
-from pdplane.engine.prefill import PrefillEngine
+from pdplane.api import EngineDecodeRequest, Sampling, Token
+from pdplane.engine.decode import MlxDecodeEngine
+from pdplane.engine.prefill import MlxPrefillEngine
 from pdplane.errors import ConfigError, InternalError
 from pdplane.kv.arena import Pool
 from tests.engine.pair import GARBAGE, Pair, options, prompt_of
@@ -35,19 +36,19 @@ def test_max_tokens_counts_the_first_token(pair: Pair, max_tokens: int) -> None:
 
 
 def test_a_first_token_that_stops_needs_no_step(pair: Pair) -> None:
-    first = pair.run(prompt_of(9), 1).tokens[0].token
+    first = pair.run(prompt_of(9), 1).tokens[0].id
     run = pair.run(prompt_of(9), 8, stop_ids=frozenset({first}))
-    assert [token.token for token in run.tokens] == [first]
+    assert [token.id for token in run.tokens] == [first]
     assert run.reason == "stop"
 
 
 def test_a_later_stop_token_is_the_last_one(pair: Pair) -> None:
-    answer = [token.token for token in pair.run(prompt_of(9), 8).tokens]
+    answer = [token.id for token in pair.run(prompt_of(9), 8).tokens]
     stop = frozenset({answer[4]})
     run = pair.run(prompt_of(9), 8, stop_ids=stop)
-    assert [token.token for token in run.tokens] == answer[: answer.index(answer[4]) + 1]
+    assert [token.id for token in run.tokens] == answer[: answer.index(answer[4]) + 1]
     assert run.reason == "stop"
-    assert [token.token for token in pair.reference(prompt_of(9), 8, stop_ids=stop)] == [t.token for t in run.tokens]
+    assert [token.id for token in pair.reference(prompt_of(9), 8, stop_ids=stop)] == [t.id for t in run.tokens]
 
 
 def test_many_sequences_keep_their_bits(pair: Pair) -> None:
@@ -61,12 +62,12 @@ def test_many_sequences_keep_their_bits(pair: Pair) -> None:
     jobs = []
     for prompt, from_, to, first, answer in zip(prompts, source, target, firsts, answers, strict=True):
         pair.move(from_, to, len(prompt))
-        request = DecodeRequest(tuple(prompt), to, first.token, first.logprob, 12)
+        request = EngineDecodeRequest(tuple(prompt), to, first, 12)
         jobs.append(pair.decode.decode(request, answer.append, nothing))
     assert [job.result(60) for job in jobs] == ["length"] * len(prompts)
     for prompt, answer in zip(prompts, answers, strict=True):
         wanted = pair.reference(prompt, 12)
-        assert [(t.token, t.logprob) for t in answer] == [(t.token, t.logprob) for t in wanted]
+        assert [(t.id, t.logprob) for t in answer] == [(t.id, t.logprob) for t in wanted]
 
 
 def test_a_cancelled_prompt_ends_between_chunks_and_writes_nothing(pair: Pair) -> None:
@@ -91,9 +92,8 @@ def _hold(gate: threading.Event) -> Iterator[None]:
 
 def test_a_cancelled_answer_ends_between_tokens(pair: Pair) -> None:
     blocks = Pool(pair.decode.layout).allocate(pair.decode.blocks_needed(1))
-    job = pair.decode.decode(
-        DecodeRequest((5,), blocks, 7, -1.0, 4000), lambda token: job.cancel() if token.token != 7 else None, nothing
-    )
+    request = EngineDecodeRequest((5,), blocks, Token(7, -1.0), 4000)
+    job = pair.decode.decode(request, lambda token: job.cancel() if token.id != 7 else None, nothing)
     with pytest.raises(CancelledError):
         job.result(60)
     assert pair.decode.thread.active_jobs == 0
@@ -107,7 +107,9 @@ def test_an_exception_in_a_callback_is_the_jobs_error(pair: Pair) -> None:
     with pytest.raises(LookupError, match="no such room"):
         pair.prefill.prefill(prompt_of(9), ours, broken).result(60)
     with pytest.raises(LookupError, match="no such room"):
-        pair.decode.decode(DecodeRequest(tuple(prompt_of(9)), ours, 7, -1.0, 4), broken, nothing).result(60)
+        pair.decode.decode(EngineDecodeRequest(tuple(prompt_of(9)), ours, Token(7, -1.0), 4), broken, nothing).result(
+            60
+        )
     pair.check(prompt_of(9), 3)
 
 
@@ -133,10 +135,11 @@ def test_prompts_that_cannot_work_are_refused_at_once(pair: Pair) -> None:
 
 def test_requests_that_cannot_work_are_refused_at_once(pair: Pair) -> None:
     blocks = dict.fromkeys(pair.decode.blocks_needed(3), (1,))
-    good = DecodeRequest((2, 3, 4), blocks, 7, -1.0, 2)
+    good = EngineDecodeRequest((2, 3, 4), blocks, Token(7, -1.0), 2)
     for change, reason in [
-        ({"first_token": 320}, "outside the vocabulary"),
-        ({"first_token": -1}, "outside the vocabulary"),
+        ({"first": Token(320, -1.0)}, "outside the vocabulary"),
+        ({"first": Token(-1, -1.0)}, "outside the vocabulary"),
+        ({"sampling": Sampling(logit_bias=((320, 1.0),))}, "outside the vocabulary"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"blocks": {}}, "needs 1 blocks"),
         ({"prompt": ()}, "no token"),
@@ -158,22 +161,22 @@ def test_an_answer_ends_at_the_context() -> None:
 
 
 def test_closing_ends_running_jobs() -> None:
-    engine = DecodeEngine(options("tiny:llama"))
+    engine = MlxDecodeEngine(options("tiny:llama"))
     engine.start()
     reported = threading.Event()
     blocks = Pool(engine.layout).allocate(engine.blocks_needed(1))
-    job = engine.decode(DecodeRequest((5,), blocks, 7, -1.0, 4000), lambda _: reported.set(), nothing)
+    job = engine.decode(EngineDecodeRequest((5,), blocks, Token(7, -1.0), 4000), lambda _: reported.set(), nothing)
     assert reported.wait(60)
     engine.close()
     engine.close()
     with pytest.raises(CancelledError):
         job.result(0)
     with pytest.raises(InternalError):
-        engine.decode(DecodeRequest((5,), blocks, 7, -1.0, 4000), nothing, nothing)
+        engine.decode(EngineDecodeRequest((5,), blocks, Token(7, -1.0), 4000), nothing, nothing)
 
 
 def test_a_failed_start_leaves_no_thread() -> None:
-    engine = PrefillEngine(options("tiny:unicorn"))
+    engine = MlxPrefillEngine(options("tiny:unicorn"))
     with pytest.raises(ConfigError, match="unknown tiny family 'unicorn'"):
         engine.start()
     with pytest.raises(InternalError, match="not started"):

@@ -28,7 +28,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answer(model: Model) -> list[tuple[int, float]]:
-    return [(t.token, t.logprob) for t in single_process(model, PROMPT, 4, options(model.name))]
+    return [(t.id, t.logprob) for t in single_process(model, PROMPT, 4, options(model.name))]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

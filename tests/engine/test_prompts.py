@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from pdplane.engine.options import EngineOptions
-from pdplane.engine.prefill import PrefillEngine
+from pdplane.engine.prefill import MlxPrefillEngine
 from pdplane.engine.prompts import MAX_OVERTAKES, PromptLine
 from pdplane.engine.thread import EngineThread, Job, Turns
 
@@ -130,7 +130,7 @@ def test_the_threads_close_ends_who_waits_in_line(thread: EngineThread) -> None:
 def test_queued_prompts_of_a_model_end_one_after_the_other() -> None:
     """Three prompts of four chunks and one of one chunk: the order in which they are done."""
     done: list[str] = []
-    with PrefillEngine(EngineOptions(model="tiny:llama", prefill_step_size=16, arena_bytes=8 << 20)) as engine:
+    with MlxPrefillEngine(EngineOptions(model="tiny:llama", prefill_step_size=16, arena_bytes=8 << 20)) as engine:
         loaded = threading.Event()
         engine.thread.submit(lambda: _opened(loaded))
         jobs = []

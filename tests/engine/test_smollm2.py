@@ -61,7 +61,7 @@ def test_answers_in_english_and_exactly(pair: Pair) -> None:
     prompt = tokenizer.apply_chat(CHAT)
     run = pair.run(prompt, 24, stop_ids=tokenizer.eos_ids)
     detokenizer = tokenizer.detokenizer()
-    text = "".join(detokenizer.add(token.token) for token in run.tokens) + detokenizer.finish()
+    text = "".join(detokenizer.add(token.id) for token in run.tokens) + detokenizer.finish()
     assert "Paris" in text
     assert run.reason == "stop"
     pair.check(prompt, 8)

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import pytest
 
-from pdplane.engine.engine import Engine
+from pdplane.engine.engine import MlxEngine
 from pdplane.engine.layout import KV, STATE
 from pdplane.engine.options import EngineOptions
 from pdplane.errors import ConfigError
@@ -23,7 +23,7 @@ from tests.engine.pair import BLOCK_TOKENS, options
 
 
 def test_the_layout_of_full_layers() -> None:
-    with Engine(options("tiny:llama")) as engine:
+    with MlxEngine(options("tiny:llama")) as engine:
         layout = engine.layout
         assert [spec.group_id for spec in layout.group_specs] == [KV]
         assert layout.prefix_granularity == BLOCK_TOKENS
@@ -38,7 +38,7 @@ def test_the_layout_of_full_layers() -> None:
 
 
 def test_the_layout_of_sliding_layers() -> None:
-    with Engine(options("tiny:gemma3")) as engine:
+    with MlxEngine(options("tiny:gemma3")) as engine:
         fields = {field.field_id: field for field in engine.layout.fields}
         assert [spec.group_id for spec in engine.layout.group_specs] == [KV, STATE]
         assert fields["layer.0.ring_k"].shape == (1, 2, 32, 16)
@@ -48,7 +48,7 @@ def test_the_layout_of_sliding_layers() -> None:
 
 
 def test_quantised_words_travel_as_int32() -> None:
-    with Engine(options("tiny:llama", kv_bits=4)) as engine:
+    with MlxEngine(options("tiny:llama", kv_bits=4)) as engine:
         fields = {field.field_id: field for field in engine.layout.fields if field.field_id.startswith("layer.0.k")}
         assert {name: (field.shape, field.dtype) for name, field in fields.items()} == {
             "layer.0.k_packed": ((2, BLOCK_TOKENS, 8), "int32"),
@@ -68,7 +68,7 @@ def test_quantised_words_travel_as_int32() -> None:
     ids=["arena", "ring", "group size", "dtype"],
 )
 def test_what_cannot_start(wish: EngineOptions, reason: str) -> None:
-    engine = Engine(wish)
+    engine = MlxEngine(wish)
     with pytest.raises(ConfigError, match=reason):
         engine.start()
 
@@ -76,7 +76,7 @@ def test_what_cannot_start(wish: EngineOptions, reason: str) -> None:
 def test_closing_ends_a_start_at_its_next_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDPLANE_CACHE", str(tmp_path / "cache"))
     save_gguf(tmp_path / "tiny.gguf")
-    engine = Engine(options(str(tmp_path / "tiny.gguf")))
+    engine = MlxEngine(options(str(tmp_path / "tiny.gguf")))
     begun = threading.Event()
 
     def progress(_name: str, _done: int, _total: int) -> None:
@@ -96,7 +96,7 @@ def test_closing_ends_a_start_at_its_next_progress(tmp_path: Path, monkeypatch: 
 
 
 def test_the_arena_outlives_the_engine() -> None:
-    engine = Engine(options("tiny:llama"))
+    engine = MlxEngine(options("tiny:llama"))
     engine.start()
     arena = engine.arena
     engine.close()
@@ -106,7 +106,7 @@ def test_the_arena_outlives_the_engine() -> None:
 
 
 def test_block_sizes_change_only_the_history() -> None:
-    with Engine(attrs.evolve(options("tiny:gemma3"), block_tokens=32)) as engine:
+    with MlxEngine(attrs.evolve(options("tiny:gemma3"), block_tokens=32)) as engine:
         shapes = {field.field_id: field.shape for field in engine.layout.fields}
         assert shapes["layer.1.k"] == (2, 32, 16)
         assert shapes["layer.0.ring_k"] == (1, 2, 32, 16)
@@ -123,8 +123,9 @@ def test_importing_the_package_loads_no_mlx() -> None:
 
 def test_a_process_with_an_engine_exits_cleanly() -> None:
     code = (
-        "from pdplane.engine.engine import Engine; from pdplane.engine.options import EngineOptions\n"
-        "with Engine(EngineOptions('tiny:llama', arena_bytes=1 << 20)) as engine: print(engine.layout.num_lcm_blocks)\n"
+        "from pdplane.engine.engine import MlxEngine\nfrom pdplane.engine.options import EngineOptions\n"
+        "options = EngineOptions('tiny:llama', arena_bytes=1 << 20)\n"
+        "with MlxEngine(options) as engine: print(engine.layout.num_lcm_blocks)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pdplane.engine.text import Tokenizer
+from pdplane.engine.text import MlxTokenizer
 from pdplane.engine.tiny import EOS_ID, build_tiny
 from pdplane.errors import ConfigError
 
@@ -14,12 +14,12 @@ TEXTS = ["the quick fox", "", "héllo wörld", "🎉 emoji 🧑‍🚀 done", " 
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer() -> MlxTokenizer:
     return build_tiny("llama").tokenizer
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_add_up_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+def test_pieces_add_up_to_the_text(tokenizer: MlxTokenizer, text: str) -> None:
     tokens = tokenizer.encode(text)
     detokenizer = tokenizer.detokenizer()
     pieces = [detokenizer.add(token) for token in tokens]
@@ -28,31 +28,31 @@ def test_pieces_add_up_to_the_text(tokenizer: Tokenizer, text: str) -> None:
     assert detokenizer.finish() == ""
 
 
-def test_half_a_character_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+def test_half_a_character_comes_out_at_the_end(tokenizer: MlxTokenizer) -> None:
     detokenizer = tokenizer.detokenizer()
     pieces = [detokenizer.add(token) for token in tokenizer.encode("a🎉")[:-1]]
     assert "".join(pieces) == "a"
     assert detokenizer.finish() == "\ufffd"
 
 
-def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
+def test_special_tokens_have_no_text(tokenizer: MlxTokenizer) -> None:
     assert tokenizer.eos_ids == {EOS_ID}
     assert tokenizer.decode([EOS_ID, *tokenizer.encode("fox")]) == "fox"
 
 
-def test_chat_ends_where_the_answer_begins(tokenizer: Tokenizer) -> None:
+def test_chat_ends_where_the_answer_begins(tokenizer: MlxTokenizer) -> None:
     tokens = tokenizer.apply_chat([{"role": "user", "content": "hi"}])
     assert tokenizer.decode(tokens) == "user: hi\nassistant: "
 
 
 def test_chat_without_a_template_is_refused() -> None:
     inner = build_tiny("llama").tokenizer._inner
-    bare = Tokenizer(type(inner)(tokenizer_object=inner.backend_tokenizer), [])
+    bare = MlxTokenizer(type(inner)(tokenizer_object=inner.backend_tokenizer), [])
     with pytest.raises(ConfigError, match="no chat template"):
         bare.apply_chat([{"role": "user", "content": "hi"}])
 
 
-def test_threads_share_a_tokenizer(tokenizer: Tokenizer) -> None:
+def test_threads_share_a_tokenizer(tokenizer: MlxTokenizer) -> None:
     def round_trip(number: int) -> bool:
         text = f"the fox number {number} jumps over {number * 7} dogs"
         detokenizer = tokenizer.detokenizer()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pdplane.engine.prefill import PrefillEngine
+from pdplane.engine.prefill import MlxPrefillEngine
 from pdplane.engine.token_pages import ring_of
 from pdplane.errors import ConfigError
 from pdplane.ids import FieldId, GroupId
@@ -32,7 +32,7 @@ def test_equals_one_process(pair: Pair, length: int) -> None:
 
 
 def test_the_groups_are_those_of_legacy_engines() -> None:
-    with PrefillEngine(options("tiny:gemma3", page_layout="nhd")) as engine:
+    with MlxPrefillEngine(options("tiny:gemma3", page_layout="nhd")) as engine:
         layout = engine.layout
     assert [spec.group_id for spec in layout.group_specs] == ["sliding_attention", "full_attention"]
     assert [spec.sliding_window_tokens for spec in layout.group_specs] == [WINDOW, None]
@@ -44,7 +44,7 @@ def test_the_groups_are_those_of_legacy_engines() -> None:
 
 
 def test_a_latent_lies_beside_its_rotary_keys() -> None:
-    with PrefillEngine(options("tiny:deepseek_v3", page_layout="nhd")) as engine:
+    with MlxPrefillEngine(options("tiny:deepseek_v3", page_layout="nhd")) as engine:
         assert [(f.field_id, f.plane_id, f.shape) for f in engine.layout.fields] == [
             ("layer.0.latent_kv", "slot.0", (BLOCK_TOKENS, 1, 48)),
             ("layer.1.latent_kv", "slot.1", (BLOCK_TOKENS, 1, 48)),
@@ -58,7 +58,7 @@ def test_a_page_holds_the_tokens_of_its_slot_in_order(model: str) -> None:
     prompt = prompt_of(length)
     pages = {}
     for layout in ("hnd", "nhd"):
-        with PrefillEngine(options(model, page_layout=layout)) as engine:
+        with MlxPrefillEngine(options(model, page_layout=layout)) as engine:
             blocks = {group: tuple(range(1, count + 1)) for group, count in engine.blocks_needed(length).items()}
             blocks = _apart(engine.layout, blocks)
             engine.prefill(prompt, blocks, lambda steps, chunk: None).result(60)
@@ -88,7 +88,7 @@ def test_a_page_holds_the_tokens_of_its_slot_in_order(model: str) -> None:
 )
 def test_what_legacy_pages_cannot_express(model: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        PrefillEngine(options(model, page_layout="nhd")).start()
+        MlxPrefillEngine(options(model, page_layout="nhd")).start()
 
 
 def test_a_quantised_cache_is_refused() -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pdplane.api import DecodeRequest, PrefillRequest, Token
-from pdplane.engine.decode import DecodeEngine
+from pdplane.engine.decode import MlxDecodeEngine
 from pdplane.engine.options import EngineOptions
-from pdplane.engine.prefill import PrefillEngine
+from pdplane.engine.prefill import MlxPrefillEngine
 from pdplane.engine.reference import single_process
 from pdplane.errors import RoomFailed
 from pdplane.ids import Endpoint, new_room
@@ -103,7 +103,7 @@ class Nodes:
 
     prefill: PrefillNode
     decode: DecodeNode
-    engine: DecodeEngine
+    engine: MlxDecodeEngine
 
     def call(self, tokens: tuple[int, ...]) -> tuple[DecodeLeg, PrefillLeg, list[Token]]:
         room, got = new_room(), list[Token]()
@@ -119,8 +119,8 @@ class Nodes:
 @pytest.fixture(scope="module", params=["tiny:llama@6", "tiny:gemma3", "tiny:falcon_h1"])
 def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     options = attrs.evolve(SMALL, model=request.param)
-    engine = DecodeEngine(options)
-    prefill = PrefillNode(PrefillEngine(options), PrefillConfig(bootstrap_port=0))
+    engine = MlxDecodeEngine(options)
+    prefill = PrefillNode(MlxPrefillEngine(options), PrefillConfig(bootstrap_port=0))
     decode = DecodeNode(engine, DecodeConfig())
     try:
         prefill.start()
@@ -146,7 +146,7 @@ def test_real_models_answer_as_one_process(nodes: Nodes) -> None:
         assert work.done.result(PATIENCE_S).timings["transfer_ms"] >= 0
         assert finished.timings["assembly_ms"] >= 0
         wanted = engine.thread.call(lambda tokens=tokens: single_process(engine.opened.model, tokens, 6, SMALL))
-        assert [(token.id, token.logprob) for token in got] == [(token.token, token.logprob) for token in wanted]
+        assert [(token.id, token.logprob) for token in got] == [(token.id, token.logprob) for token in wanted]
 
 
 def test_a_real_prompt_can_be_cancelled_in_mid_prefill(nodes: Nodes) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdplane.api import DecodeRequest, PrefillRequest, Token
-from pdplane.engine.decode import DecodeEngine
+from pdplane.engine.decode import MlxDecodeEngine
 from pdplane.engine.options import EngineOptions
-from pdplane.engine.prefill import PrefillEngine
+from pdplane.engine.prefill import MlxPrefillEngine
 from pdplane.engine.reference import single_process
 from pdplane.ids import Room
 from pdplane.node.decode import DecodeNode
@@ -27,10 +27,10 @@ def test_two_nodes_that_know_each_other_as_legacy_peers(model: str) -> None:
         model, prefill_step_size=24, block_tokens=8, arena_bytes=4 << 20, page_layout="nhd", layerwise_interval=1
     )
     prompt = tuple(prompt_of(77))
-    engine = DecodeEngine(options)
+    engine = MlxDecodeEngine(options)
     with LegacyRendezvous() as rendezvous:
         prefill = PrefillNode(
-            PrefillEngine(options), PrefillConfig(transport="mooncake", rendezvous=rendezvous.endpoint)
+            MlxPrefillEngine(options), PrefillConfig(transport="mooncake", rendezvous=rendezvous.endpoint)
         )
         decode = DecodeNode(engine, DecodeConfig(transport="mooncake"))
         try:
@@ -43,7 +43,7 @@ def test_two_nodes_that_know_each_other_as_legacy_peers(model: str) -> None:
                 decoding = decode.decode(request, got.append)
                 prefill.prefill(PrefillRequest(Room(room), prompt)).done.result(PATIENCE_S)
                 decoding.done.result(PATIENCE_S)
-                assert [token.id for token in got] == [token.token for token in wanted]
+                assert [token.id for token in got] == [token.id for token in wanted]
         finally:
             decode.close()
             prefill.close()

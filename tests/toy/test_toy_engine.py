@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from pdplane.api import DecodeEngine, EngineDecodeRequest, FirstToken, PrefillEngine
+from pdplane.api import DecodeEngine, EngineDecodeRequest, PrefillEngine, Token
 from pdplane.errors import InternalError
 from pdplane.ids import GroupId
 from pdplane.kv.arena import Pool
@@ -45,7 +45,7 @@ class Pair:
                     self.prefill.arena, self.prefill.layout, field.field_id, ours
                 )
 
-    def answer(self, prompt: list[int], max_tokens: int, spoil: int | None = None) -> tuple[list[FirstToken], str]:
+    def answer(self, prompt: list[int], max_tokens: int, spoil: int | None = None) -> tuple[list[Token], str]:
         source, destination = self.blocks(prompt)
         told: dict[int, list[int]] = {step: [] for step in range(len(self.prefill.layout.steps))}
 
@@ -58,11 +58,9 @@ class Pair:
         self.move(source, destination)
         if spoil is not None:
             self.decode.arena.bytes[spoil] ^= 1
-        tokens: list[FirstToken] = []
+        tokens: list[Token] = []
         assembled = threading.Event()
-        request = EngineDecodeRequest(
-            tuple(prompt), destination, first.token, first.logprob, max_tokens, frozenset({EOS})
-        )
+        request = EngineDecodeRequest(tuple(prompt), destination, first, max_tokens, frozenset({EOS}))
         reason = self.decode.decode(request, tokens.append, assembled.set).future.result(10)
         assert assembled.is_set()
         return tokens, reason
@@ -85,7 +83,7 @@ def test_satisfies_the_protocols_of_a_node(pair: Pair) -> None:
 def test_moved_bytes_give_the_tokens_of_one_process(pair: Pair, length: int) -> None:
     prompt = list(range(1, length + 1))
     tokens, reason = pair.answer(prompt, 6)
-    assert [(token.token, token.logprob) for token in tokens] == toy_answer(WITH_STATE, prompt, 6)
+    assert [(token.id, token.logprob) for token in tokens] == toy_answer(WITH_STATE, prompt, 6)
     assert reason == "length"
 
 
@@ -98,15 +96,15 @@ def test_one_wrong_byte_changes_the_tokens(pair: Pair) -> None:
     spoilt = offset.__array_interface__["data"][0] - pair.decode.arena.base
     tokens, _reason = pair.answer(prompt, 6, spoil=spoilt)
     right = toy_answer(WITH_STATE, prompt, 6)
-    assert tokens[0].token == right[0][0], "the first token comes from prefill"
-    assert [token.token for token in tokens[1:]] != [token for token, _logprob in right[1:]]
+    assert tokens[0].id == right[0][0], "the first token comes from prefill"
+    assert [token.id for token in tokens[1:]] != [token for token, _logprob in right[1:]]
 
 
 def test_a_stop_token_ends_the_answer() -> None:
     pair = Pair(ToyOptions(eos_every=1))
     tokens, reason = pair.answer([7, 8, 9], 6)
     pair.close()
-    assert ([token.token for token in tokens], reason) == ([EOS], "stop")
+    assert ([token.id for token in tokens], reason) == ([EOS], "stop")
     assert pair.decode.turns == 0
 
 
@@ -141,7 +139,7 @@ def test_ranks_hold_their_share_and_agree_on_the_tokens() -> None:
     digests = []
     for rank in range(2):
         pair = Pair(ToyOptions(tp_size=2, tp_rank=rank))
-        digests.append([(token.token, token.logprob) for token in pair.answer([5, 6, 7, 8, 9], 4)[0]])
+        digests.append([(token.id, token.logprob) for token in pair.answer([5, 6, 7, 8, 9], 4)[0]])
         pair.close()
     assert digests == [toy_answer(whole, [5, 6, 7, 8, 9], 4)] * 2
 

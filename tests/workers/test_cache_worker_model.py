@@ -47,7 +47,7 @@ class Worker:
         found = engine.thread.call(
             lambda: single_process(engine.model, tokens, max_tokens, engine.options, stop_ids=engine.tokenizer.eos_ids)
         )
-        return [token.token for token in found]
+        return [token.id for token in found]
 
 
 def options(model: str, **changes: int) -> EngineOptions:

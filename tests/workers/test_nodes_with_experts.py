@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from pdplane.api import DecodeRequest, PrefillRequest
-from pdplane.engine.decode import DecodeEngine
+from pdplane.engine.decode import MlxDecodeEngine
 from pdplane.engine.options import EngineOptions
-from pdplane.engine.prefill import PrefillEngine
+from pdplane.engine.prefill import MlxPrefillEngine
 from pdplane.errors import RoomFailed
 from pdplane.ids import Endpoint, new_room
 from pdplane.node.decode import DecodeNode
@@ -31,8 +31,8 @@ OPTIONS = EngineOptions("tiny:qwen3_moe-q4", prefill_step_size=32, arena_bytes=1
 def pair(workers: list[ExpertWorker]) -> Iterator[tuple[PrefillNode, DecodeNode]]:
     """A prefill and a decode node, each with its own coordinator."""
     experts = [RemoteExperts([worker.endpoint for worker in workers], Tx1Token(TOKEN), QUICK) for _ in range(2)]
-    prefill = PrefillNode(PrefillEngine(OPTIONS, experts[0].attach), PrefillConfig(bootstrap_port=0))
-    decode = DecodeNode(DecodeEngine(OPTIONS, experts[1].attach), DecodeConfig())
+    prefill = PrefillNode(MlxPrefillEngine(OPTIONS, experts[0].attach), PrefillConfig(bootstrap_port=0))
+    decode = DecodeNode(MlxDecodeEngine(OPTIONS, experts[1].attach), DecodeConfig())
     try:
         prefill.start()
         decode.start()

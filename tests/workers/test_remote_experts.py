@@ -54,8 +54,8 @@ class Trial:
         self.thread.close()
 
     def rows(self, model: Model, max_tokens: int = 5) -> list[np.ndarray]:
-        found = single_process(model, PROMPT, max_tokens, self.options, keep_rows=True)
-        return [token.logprobs for token in found if token.logprobs is not None]
+        found = single_process(model, PROMPT, max_tokens, self.options)
+        return [token.row for token in found]
 
     def local(self) -> list[np.ndarray]:
         return self.thread.call(lambda: self.rows(load_model(self.name)))

@@ -16,7 +16,7 @@ from pdplane.engine.fingerprint import fingerprint
 from pdplane.engine.forward import Forward
 from pdplane.engine.model import Model, Prepare, load_model
 from pdplane.engine.options import EngineOptions, Progress, no_progress
-from pdplane.engine.text import Tokenizer
+from pdplane.engine.text import MlxTokenizer
 from pdplane.engine.thread import EngineThread, Job, Turns
 from pdplane.errors import ConfigError, InternalError
 from pdplane.workers.cache.saved import SavedCache, check_caches, restore_caches, save_caches
@@ -111,7 +111,7 @@ class PrefixEngine:
         return self._identity
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> MlxTokenizer:
         return self.model.tokenizer
 
     def run(
@@ -207,7 +207,7 @@ class PrefixEngine:
         while True:
             # Queued before this token is read, as mlx-lm does: the device never waits for us.
             ahead = forward.step(row.token) if len(tokens) + 1 < max_tokens else None
-            tokens.append(row.wait()[0])
+            tokens.append(row.read().id)
             first_ms = first_ms or clock.lap()
             on_token(tokens[-1])
             if ahead is None or tokens[-1] in self.tokenizer.eos_ids:
