@@ -279,10 +279,10 @@ class EngineAssembly(Protocol):
     """A sequence's caches in the making; nothing of it is used before its request comes. Any thread may call it."""
 
     def landed(self, offsets: U64, lengths: U64) -> None:
-        """These runs of the arena are final, unless the room fails. Never blocks."""
+        """Take note that these runs of the arena are final unless the room fails; never blocks."""
 
     def drop(self) -> None:
-        """The room failed, or the request does without; harmless at any time."""
+        """Give the caches up, since the room failed or its request needs none; harmless at any time."""
 
 
 @attrs.frozen

@@ -131,7 +131,7 @@ class _DlTensor(ctypes.Structure):
 
 
 def _as_bytes(buffer: object) -> npt.NDArray[np.uint8]:
-    """A writable uint8 view of the whole memory; ConfigError that says what stands against it."""
+    """Return a writable uint8 view of the whole memory. Raises ConfigError, which says what prevents it."""
     if isinstance(buffer, list | tuple):
         raise ConfigError(f"an arena is one allocation, not a list of {len(buffer)}: see Arena.spanning")
     if isinstance(buffer, np.ndarray):  # memoryview refuses dtypes of other packages, bfloat16 for one
@@ -174,7 +174,7 @@ def _dlpack_bytes(host: Any) -> npt.NDArray[np.uint8]:  # noqa: ANN401  (whateve
 
 
 def _is_contiguous(tensor: _DlTensor) -> bool:
-    """Whether elements follow each other as in C; extents of one may have any stride."""
+    """Return whether elements follow each other as in C; an extent of one may have any stride."""
     expected = 1
     for axis in reversed(range(tensor.ndim if tensor.strides else 0)):
         if tensor.shape[axis] != 1 and tensor.strides[axis] != expected:

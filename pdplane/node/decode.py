@@ -1,4 +1,4 @@
-"""The decode daemon's heart. Read it downwards: one method an arrow.
+"""A decode rank: a plane and an engine. Read it downwards: one method an arrow.
 
 request -> blocks -> open -> delivered -> tokens -> finished
 """
@@ -37,7 +37,7 @@ from pdplane.plane.rooms import DecodeRoom
 
 @attrs.define(eq=False)
 class DecodeLeg:
-    """One request on its way. Its blocks go back when nothing can land in them and the engine has read them."""
+    """One request. Its blocks are released when nothing can land in them and the engine has read them."""
 
     request: DecodeRequest
     on_token: Callable[[Token], None]
@@ -60,7 +60,7 @@ class DecodeLeg:
         return self.request.room
 
     def cancel(self, cause: str) -> None:
-        """End the leg wherever it stands; returns at once."""
+        """End the leg at whatever step it is; return at once."""
         self.cause = self.cause or cause
         self._give_up(self)
 
@@ -106,18 +106,18 @@ class DecodeNode:
         self._legs.add(leg)
         try:
             counts = self._engine.blocks_needed(len(request.tokens))
-            leg.place = queue.acquire(counts, lambda blocks: self._lend(leg, blocks))
+            leg.place = queue.acquire(counts, lambda blocks: self._open(leg, blocks))
         except PdplaneError as error:
             self._legs.remove(leg)
             self._decline(request, str(error))
             raise
-        if leg.cause is not None:  # cancelled (we are closing) before it had a place to leave
+        if leg.cause is not None:  # cancelled by our closing before it had a place in line
             self._give_up(leg)
         return leg
 
     @arrow
-    def _lend(self, leg: DecodeLeg, blocks: Blocks | PoolExhausted) -> None:
-        """The blocks are ours: lend them to the room."""
+    def _open(self, leg: DecodeLeg, blocks: Blocks | PoolExhausted) -> None:
+        """Open the room, since its blocks are allocated."""
         if isinstance(blocks, PoolExhausted):
             self._fail(leg, blocks)
             return
@@ -128,7 +128,7 @@ class DecodeNode:
         tokens = leg.request.tokens
         try:
             manifest = build_manifest(plane.layout, blocks, 0, len(tokens))
-            if leg.request.max_tokens > 1:  # else prefill's token is the whole answer
+            if leg.request.max_tokens > 1:  # else the first token, from prefill, is the whole answer
                 leg.assembly = self._engine.assemble(len(tokens), blocks)
             leg.room = plane.open(
                 leg.request.room,
@@ -138,18 +138,18 @@ class DecodeNode:
                 on_landed=leg.assembly.landed if leg.assembly else None,
             )
         except PdplaneError as error:
-            self._let_go(leg, "room", "engine")
+            self._release(leg, "room", "engine")
             self._fail(leg, error)
             return
         opened = time.monotonic()
-        leg.room.released.add_done_callback(lambda _released: self._let_go(leg, "room"))
+        leg.room.released.add_done_callback(lambda _released: self._release(leg, "room"))
         leg.room.done.add_done_callback(lambda done: self._delivered(leg, done, opened))
         if leg.cause is not None:
             leg.room.cancel(leg.cause)
 
     @arrow
     def _delivered(self, leg: DecodeLeg, done: Future[Delivered], opened: float) -> None:
-        """The cache is whole, or the room failed."""
+        """Begin to generate, since the cache is whole, or fail with the room."""
         leg.mark("transfer_wait_ms", opened)
         whole = time.monotonic()
         try:
@@ -161,7 +161,7 @@ class DecodeNode:
                 request, lambda token: self._token(leg, token), lambda: self._assembled(leg, whole)
             )
         except PdplaneError as error:
-            self._let_go(leg, "engine")
+            self._release(leg, "engine")
             self._fail(leg, error)
             return
         leg.job.future.add_done_callback(lambda job: self._finished(leg, job))
@@ -182,12 +182,12 @@ class DecodeNode:
         )
 
     def _assembled(self, leg: DecodeLeg, whole: float) -> None:
-        """The engine has its own copy: our blocks are free, the first step begins."""
+        """Release the blocks, since the engine has its own copy; the first step begins."""
         leg.mark("assembly_ms", whole)
-        self._let_go(leg, "engine")
+        self._release(leg, "engine")
 
     def _token(self, leg: DecodeLeg, token: Token) -> None:
-        """One token, the first one included."""
+        """Pass a token on, the first one included."""
         leg.count += 1
         if leg.count == 1:
             leg.mark("first_token_ms", leg.began)
@@ -195,8 +195,8 @@ class DecodeNode:
 
     @arrow
     def _finished(self, leg: DecodeLeg, job: Future[FinishReason]) -> None:
-        """The sequence has ended."""
-        self._let_go(leg, "engine")
+        """End the leg, since the sequence has ended."""
+        self._release(leg, "engine")
         if job.cancelled() or job.exception() is not None:
             cause = leg.cause or ("decode was cancelled" if job.cancelled() else f"decode failed: {job.exception()}")
             self._fail(leg, RoomFailed(leg.request.room, cause))
@@ -207,7 +207,7 @@ class DecodeNode:
         leg.done.set_result(finished)
 
     def _give_up(self, leg: DecodeLeg) -> None:
-        """Stop the leg at the arrow that it has reached; the later ones look at its cause."""
+        """Stop the leg at the step that it has reached; later steps look at its cause."""
         cause = leg.cause or "cancelled"
         if leg.place is not None and self._queue is not None and self._queue.leave(leg.place):
             self._fail(leg, RoomFailed(leg.request.room, cause))
@@ -226,30 +226,30 @@ class DecodeNode:
             leg.done.set_exception(error)
 
     def _decline(self, request: DecodeRequest, cause: str) -> None:
-        """No room was opened: prefill's leg would wait for it until its deadline."""
+        """Tell prefill that no room was opened, so that its leg does not wait until its deadline."""
         if self._plane is None:
             return
         try:
             prompt_hash = hash_prompt(request.tokens)
         except OverflowError:
-            return  # no vocabulary has such a token: prefill refuses the request itself
+            return  # no vocabulary has such a token, so prefill refuses the request too
         self._plane.decline(request.room, prefill=request.prefill, prompt_hash=prompt_hash, cause=cause)
 
     def crashed(self, leg: DecodeLeg, error: InternalError) -> None:
-        """For `arrow`: a bug of ours ends this leg, and nothing else."""
+        """End this leg, and nothing else, after a bug of ours; called by `arrow`."""
         self._fail(leg, error)
         if leg.room is not None:
             leg.room.cancel(str(error))
         else:
-            self._let_go(leg, "room")
+            self._release(leg, "room")
         if leg.job is not None:
             leg.job.cancel()
         else:
-            self._let_go(leg, "engine")
+            self._release(leg, "engine")
 
-    def _let_go(self, leg: DecodeLeg, *users: str) -> None:
+    def _release(self, leg: DecodeLeg, *users: str) -> None:
         for user in users:
-            blocks = self._legs.let_go(leg, user)
+            blocks = self._legs.release(leg, user)
             if blocks is not None and self._queue is not None:
                 self._queue.release(blocks)
 
@@ -301,7 +301,7 @@ class DecodeNode:
         return self._engine.tokenizer
 
     def info(self) -> dict[str, Any]:
-        """Facts of the model given at construction, and every address."""
+        """Return facts of the model given at construction, and every address."""
         plane, config = self._plane, self._config
         found: dict[str, Any] = {**self._facts, "disaggregation_mode": "decode", "tp_size": config.tp_size}
         found |= {"dp_size": 1, "transport": config.transport}
@@ -310,7 +310,7 @@ class DecodeNode:
         return found
 
     def statistics(self) -> dict[str, Any]:
-        """Every count, JSON-able."""
+        """Return every count, JSON-able."""
         if self._plane is None or self._queue is None:
             raise LocalProtocolError("this decode has not started")
         return {"legs": len(self._legs), "blocks": self._queue.counts(), **self._plane.statistics()}

@@ -1,4 +1,4 @@
-"""One side's half of a request: the line for blocks that it stands in, and what all legs share."""
+"""What the legs of both roles share: the line for blocks, and the set of legs that a node has under way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Blocks: TypeAlias = Mapping[GroupId, tuple[int, ...]]
 
 @attrs.define(eq=False)
 class Place:
-    """One place in the line."""
+    """One place in the line for blocks."""
 
     counts: Mapping[GroupId, int]
     then: Callable[[Blocks | PoolExhausted], None]
@@ -35,8 +35,8 @@ class Place:
 class BlockQueue:
     """First come, first served over one pool.
 
-    A large request at the head waits until enough is free, and those behind it wait too: so it is served in the
-    end, and so are they. Whoever takes a place out of the line, under the lock, decides how it ends.
+    A large request at the head waits until enough blocks are free, and those behind it wait too, so that each is served
+    in the end. The thread that takes a place out of the line, under the lock, decides how it ends.
     """
 
     def __init__(self, layout: Layout, http: HttpThread, *, timeout_s: float, max_waiting: int) -> None:
@@ -64,19 +64,19 @@ class BlockQueue:
         self._serve()
         if self._has(place):
             place.expiry = self._http.run(self._expire(place))
-            if not self._has(place):  # served meanwhile, by somebody who saw nothing to cancel
+            if not self._has(place):  # served meanwhile by another thread, which found no timer to cancel
                 place.expiry.cancel()
         return place
 
     def leave(self, place: Place) -> bool:
-        """Give the place up, `then` is not called; False when the place has ended already."""
+        """Leave the line, so that `then` is not called; return False when the place has ended already."""
         left = self._take_out(place)
         if left:
-            self._serve()  # it may have been the head that the others waited behind
+            self._serve()  # it may have been the head, for which the others waited
         return left
 
     def release(self, blocks: Blocks) -> None:
-        """Give blocks back; serves who waits, on this thread."""
+        """Give blocks back, and serve the head of the line on this thread."""
         self._pool.release(blocks)
         self._serve()
 
@@ -131,14 +131,14 @@ T = TypeVar("T")
 
 
 def open_future() -> Future[T]:
-    """A future that only the node ends: cancelling an asyncio wrapper must not reach it."""
+    """Return a future that only the node ends, even if an asyncio wrapper around it is cancelled."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 class Holding(Protocol):
-    """A leg that may hold blocks; `gone` names who touches them no more."""
+    """A leg that may hold blocks; `gone` names the users that touch them no more."""
 
     @property
     def number(self) -> Room: ...
@@ -160,7 +160,7 @@ Rest = ParamSpec("Rest")
 
 
 class Legs(Generic[Leg]):
-    """A set of legs. A leg's blocks go back once both its room and the engine have let them go, in any order."""
+    """A set of legs. A leg's blocks are free once both its room and the engine have released them, in any order."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -171,7 +171,7 @@ class Legs(Generic[Leg]):
         return len(self._live)
 
     def add(self, leg: Leg) -> None:
-        """Raises LocalProtocolError when the room is live: one use at a time."""
+        """Add a leg. Raises LocalProtocolError when its room is live."""
         with self._lock:
             if leg.number in self._live:
                 raise LocalProtocolError(f"room {leg.number} is live")
@@ -187,8 +187,8 @@ class Legs(Generic[Leg]):
         with self._lock:
             leg.blocks = blocks
 
-    def let_go(self, leg: Leg, user: str) -> Blocks | None:
-        """`user` touches the blocks no more; gives them when nobody does."""
+    def release(self, leg: Leg, user: str) -> Blocks | None:
+        """Note that `user` touches the blocks no more; return them when nobody does, else None."""
         with self._lock:
             leg.gone.add(user)
             if not leg.gone >= _USERS:
@@ -209,16 +209,16 @@ class Legs(Generic[Leg]):
 
 
 class Ending(Protocol[Leg_contra]):
-    """A node that can end a leg whose step broke."""
+    """A node that can end a leg after a bug in one of its steps."""
 
     def crashed(self, leg: Leg_contra, error: InternalError) -> None: ...
 
 
 def arrow(step: Callable[Concatenate[Node, AnyLeg, Rest], None]) -> Callable[Concatenate[Node, AnyLeg, Rest], None]:
-    """A step of a leg that runs as a callback.
+    """Return a step of a leg that runs as a callback.
 
-    Futures swallow what a callback raises, and the line for blocks must not hand one leg's bug to another: without
-    this the client would wait for ever.
+    Futures swallow what a callback raises, and the line for blocks would raise it in another leg's thread: without this
+    the client would wait for ever.
     """
 
     @functools.wraps(step)

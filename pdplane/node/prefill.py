@@ -1,4 +1,4 @@
-"""The prefill daemon's heart. Read it downwards: one method an arrow.
+"""A prefill rank: a plane and an engine. Read it downwards: one method an arrow.
 
 request -> offered -> line up -> compute -> push -> finish -> released
 """
@@ -25,17 +25,17 @@ from pdplane.plane.prefill import PrefillPlane
 from pdplane.plane.rooms import PrefillRoom, RoomWindow
 
 Gate: TypeAlias = Callable[[Room, Callable[[], None]], None]
-"""Told (room, go on) when decode's offer is there; calls `go on` once, on any thread, when every rank has its offer."""
+"""Called with (room, go on) when decode's offer is there; calls `go on` once, on any thread, when all ranks have it."""
 
 
 def pass_at_once(_room: Room, go_on: Callable[[], None]) -> None:
-    """The gate of a single rank."""
+    """Go on at once: the gate of a single rank."""
     go_on()
 
 
 @attrs.define(eq=False)
 class PrefillLeg:
-    """One request on its way. Its blocks go back when neither the engine nor a push touches them any more."""
+    """One request. Its blocks are released when neither the engine nor a push touches them any more."""
 
     request: PrefillRequest
     room: PrefillRoom
@@ -109,9 +109,9 @@ class PrefillNode:
 
     @arrow
     def _offered(self, leg: PrefillLeg, window: Future[RoomWindow]) -> None:
-        """Decode lent its blocks."""
+        """Go on to the gate, since decode has offered its blocks."""
         if window.exception() is not None:
-            return  # `_ended` has it
+            return  # `_ended` takes it
         offer = window.result()
         leg.mark("bootstrap_ms", leg.began)
         for destination in offer.destinations:
@@ -120,7 +120,7 @@ class PrefillNode:
 
     @arrow
     def _line_up(self, leg: PrefillLeg) -> None:
-        """Every rank has its offer: take our own blocks, in line."""
+        """Stand in line for blocks of our own, since every rank has its offer."""
         queue = self._queue
         assert queue is not None
         try:
@@ -129,12 +129,12 @@ class PrefillNode:
         except PdplaneError as error:
             leg.cancel(str(error))
             return
-        if leg.room.done.done():  # it ended before it had a place to leave
+        if leg.room.done.done():  # it ended before it had a place in line
             queue.leave(leg.place)
 
     @arrow
     def _compute(self, leg: PrefillLeg, blocks: Blocks | PoolExhausted) -> None:
-        """The blocks are ours: let the engine fill them."""
+        """Let the engine fill the allocated blocks."""
         if isinstance(blocks, PoolExhausted):
             leg.cancel(f"prefill has no blocks: {blocks}")
             return
@@ -153,16 +153,16 @@ class PrefillNode:
             )
         except PdplaneError as error:
             leg.cancel(str(error))
-            self._let_go(leg, "engine")
+            self._release(leg, "engine")
             return
         leg.job.future.add_done_callback(lambda job: self._finish(leg, job, started))
         if leg.room.done.done():
             leg.job.cancel()
 
     def _push(self, leg: PrefillLeg, blocks: Mapping[GroupId, Sequence[int]], steps: range, chunk: range) -> None:
-        """Some layers' pages are complete up to the chunk's end: send them while the rest is computed.
+        """Send the pages of some layers that are complete up to the chunk's end, while the rest is computed.
 
-        The whole prompt is computed here; of what decode holds already nothing is sent.
+        The whole prompt is computed here; what decode has already is not sent.
         """
         if not leg.room.done.done():
             window = leg.room.window.result()
@@ -175,7 +175,7 @@ class PrefillNode:
 
     @arrow
     def _finish(self, leg: PrefillLeg, job: Future[Token], started: float) -> None:
-        """The engine has ended: tell the room how."""
+        """Finish the room, or fail it, as the engine's job ended."""
         leg.mark("prefill_ms", started)
         leg.computed = time.monotonic()
         if job.cancelled() or job.exception() is not None:
@@ -183,7 +183,7 @@ class PrefillNode:
         else:
             first = job.result()
             self._succeed(leg, FirstToken(first.id, first.logprob, top=first.top))
-        self._let_go(leg, "engine")
+        self._release(leg, "engine")
 
     def _succeed(self, leg: PrefillLeg, first: FirstToken) -> None:
         leg.first = first
@@ -194,7 +194,7 @@ class PrefillNode:
 
     @arrow
     def _ended(self, leg: PrefillLeg, done: Future[None]) -> None:
-        """Success has gone out, or the room failed: the number is free, answer whoever waits."""
+        """End the leg: Success has gone out, or the room failed. Its number is free."""
         self._legs.remove(leg)
         if leg.done.done():
             return  # it crashed
@@ -216,21 +216,21 @@ class PrefillNode:
         leg.done.set_result(attrs.evolve(first, timings=dict(leg.timings)))
 
     def _released(self, leg: PrefillLeg) -> None:
-        """No push reads our blocks any more."""
-        self._let_go(leg, "room")
+        """Release the room's hold on the blocks, which no push reads any more."""
+        self._release(leg, "room")
 
     def crashed(self, leg: PrefillLeg, error: InternalError) -> None:
-        """For `arrow`: a bug of ours ends this leg, and nothing else."""
+        """End this leg, and nothing else, after a bug of ours; called by `arrow`."""
         if not leg.done.done():
             leg.done.set_exception(error)
         leg.cancel(str(error))
         if leg.job is not None:
             leg.job.cancel()
         else:
-            self._let_go(leg, "engine")
+            self._release(leg, "engine")
 
-    def _let_go(self, leg: PrefillLeg, user: str) -> None:
-        blocks = self._legs.let_go(leg, user)
+    def _release(self, leg: PrefillLeg, user: str) -> None:
+        blocks = self._legs.release(leg, user)
         if blocks is not None and self._queue is not None:
             self._queue.release(blocks)
 
@@ -281,7 +281,7 @@ class PrefillNode:
         return self._engine.tokenizer
 
     def info(self) -> dict[str, Any]:
-        """Facts of the model given at construction, and every address."""
+        """Return facts of the model given at construction, and every address."""
         plane, config = self._plane, self._config
         found: dict[str, Any] = {**self._facts, "disaggregation_mode": "prefill", "tp_size": config.tp_size}
         found |= {"dp_size": config.dp_size, "transport": config.transport}
@@ -293,7 +293,7 @@ class PrefillNode:
         return found
 
     def statistics(self) -> dict[str, Any]:
-        """Every count, JSON-able."""
+        """Return every count, JSON-able."""
         if self._plane is None or self._queue is None:
             raise LocalProtocolError("this prefill has not started")
         return {"legs": len(self._legs), "blocks": self._queue.counts(), **self._plane.statistics()}

@@ -1,4 +1,4 @@
-"""A model split over ranks: what rank 0 and the other ranks tell each other, and the nodes that do."""
+"""A model split over ranks: the messages between rank 0 and the other ranks, and their nodes."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class SharedThread(Protocol):
 
 
 def cause_of(error: BaseException) -> str:
-    """Why a leg failed, without the room and its story, which the other ranks have of their own."""
+    """Return why a leg failed, without the room and its story, of which every rank has its own."""
     return error.cause if isinstance(error, RoomFailed) else str(error)
 
 
 def write_request(request: Request) -> str:
-    """The request as JSON."""
+    """Return the request as JSON."""
     if isinstance(request, PrefillRequest):
         return json.dumps({"tokens": request.tokens, "sampling": attrs.asdict(request.sampling)})
     return json.dumps(
@@ -67,7 +67,7 @@ def write_request(request: Request) -> str:
 
 
 def read_request(room: int, text: str) -> Request:
-    """The request again; ValueError, KeyError or TypeError for what rank 0 would not write."""
+    """Return the request. Raises ValueError, KeyError or TypeError for what rank 0 would not write."""
     found = json.loads(text)
     tokens = tuple(map(int, found["tokens"]))
     asked = found["sampling"]
@@ -85,10 +85,10 @@ def read_request(room: int, text: str) -> Request:
     )
 
 
-# ---- Rank 0's view of all ranks of a split model: it passes each request on and counts what the others say
+# ---- Rank 0: it passes each request on to all ranks and counts their answers
 #
-# One thread takes what happens, here and there, in one order; so that all ranks line up for blocks in the same order,
-# and no two rooms hold blocks on one rank each while they wait for the other's.
+# One thread takes all events, of this rank and the others, in one order. So all ranks stand in line for blocks in the
+# same order, and no two rooms hold blocks on one rank each while they wait for the other's.
 
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Handle(Protocol[T]):
 
 @attrs.define(eq=False)
 class SharedLeg(Generic[T]):
-    """One request on all ranks; `done` ends when none of them has anything left of it."""
+    """One request on all ranks; `done` ends when each of them has ended its part."""
 
     room: Room
     here: Handle[T]
@@ -119,7 +119,7 @@ class SharedLeg(Generic[T]):
     failure: RoomFailed | None = None
 
     def cancel(self, cause: str) -> None:
-        """End the leg on every rank; returns at once."""
+        """End the leg on every rank; return at once."""
         self.here.cancel(cause)
 
 
@@ -138,10 +138,13 @@ class Ranks:
         self.trouble: str | None = None
         """Why the ranks cannot go on together."""
         self.parting = False
-        """A rank was asked to stop: what runs may finish."""
+        """Set when a rank was asked to stop; running requests may finish."""
 
     def start(self, links: Sequence[RankLink], on_lost: Callable[[str], None]) -> None:
-        """Listen to the other ranks. `on_lost` is told once why they cannot go on together."""
+        """Take messages of the other ranks.
+
+        `on_lost` is called once, with the reason why they cannot go on together.
+        """
 
         def lost(reason: str) -> None:
             if self.trouble is None:
@@ -156,7 +159,7 @@ class Ranks:
             link.start(partial(self._post, rank), lost)
 
     def tell(self, kind: str, number: int = 0, text: str = "") -> None:
-        """Say it to every other rank."""
+        """Send a message to every other rank."""
         for link in self._links:
             link.send(kind, number, text)
 
@@ -184,7 +187,7 @@ class Ranks:
         return leg
 
     def gate(self, room: Room, go_on: Callable[[], None]) -> None:
-        """This rank has its offer."""
+        """Note that this rank has its offer; `go_on` is called when all have."""
 
         def offered() -> None:
             with self._order:
@@ -201,7 +204,7 @@ class Ranks:
             self._idle.wait_for(lambda: not self._legs or self.trouble is not None, timeout_s)
 
     def close(self) -> None:
-        """Part from the others, which end too, and fail what is left; idempotent."""
+        """Leave the other ranks, which end too, and fail what is left; idempotent."""
         deadline = time.monotonic() + _PARTING_S
         for link in self._links:
             link.part("bye")
@@ -226,7 +229,7 @@ class Ranks:
             while (event := self._events.get()) is not None:
                 event()
         finally:
-            if event is not None:  # a bug of ours: its traceback follows, and nobody goes on without this thread
+            if event is not None:  # a bug of ours, whose traceback follows: without this thread the ranks must end
                 lost("the thread that counts the ranks has died")
 
     def _heard(self, rank: int, message: Message) -> None:
@@ -283,7 +286,7 @@ class Ranks:
             leg.done.set_result(leg.here.done.result())
 
 
-# ---- The node of rank 0 of a split model, with the other ranks behind it: HTTP sees one node
+# ---- The node of rank 0, which stands for all ranks towards HTTP
 
 
 Meet = Callable[[], Sequence[RankLink]]
@@ -291,7 +294,10 @@ Meet = Callable[[], Sequence[RankLink]]
 
 
 class Lead:
-    """What both roles' rank 0 has in common. `on_lost` is told once why the ranks cannot go on together."""
+    """What both roles' rank 0 has in common.
+
+    `on_lost` is called once, with the reason why the ranks cannot go on together.
+    """
 
     def __init__(
         self, node: PrefillNode | DecodeNode, ranks: Ranks, meet: Meet, on_lost: Callable[[str], None]
@@ -316,7 +322,7 @@ class Lead:
 
     @property
     def ready(self) -> bool:
-        """All ranks are."""
+        """Whether all ranks are ready."""
         return not self._draining and self.alive and self._inner.ready and self._ranks.all_up
 
     @property
@@ -331,7 +337,7 @@ class Lead:
         return self._inner.info()
 
     def statistics(self) -> dict[str, Any]:
-        """The counts of this rank, and the legs that are left on any."""
+        """Return the counts of this rank, and the number of legs that any rank has."""
         return {**self._inner.statistics(), "shared_legs": len(self._ranks)}
 
     def _check(self) -> None:
@@ -365,7 +371,7 @@ class LeadDecode(Lead):
         return self._ranks.begin(request, lambda: self._node.decode(request, on_token))
 
 
-# ---- A rank of a split model that is not rank 0: it does what rank 0 says, and tells how it went
+# ---- A rank that is not rank 0: it does what rank 0 says and reports the result
 
 
 BeginLeg = Callable[[Request], Handle[Any]]
@@ -376,7 +382,7 @@ _MEETING_S = 600.0  # rank 0 reads its part of a large model as we do
 
 @attrs.define(eq=False)
 class FollowedLeg:
-    """One request on this rank: `done` counts its own end and that of its shared job."""
+    """One request on this rank; it ends when both its leg and its shared job have."""
 
     room: Room
     ends_left: int = 2
@@ -385,7 +391,7 @@ class FollowedLeg:
 
 
 class Follower:
-    """Listens to rank 0. `bye` ends when rank 0 parts from us; `on_lost` says why we cannot go on with it."""
+    """Takes rank 0's messages. `bye` ends when rank 0 leaves; `on_lost` is called with why we cannot go on with it."""
 
     def __init__(self, link: RankLink, thread: SharedThread, on_lost: Callable[[str], None]) -> None:
         self._link, self._thread = link, thread
@@ -398,32 +404,32 @@ class Follower:
         self.trouble: str | None = None
 
     def start(self) -> None:
-        """Listen. Requests come only after `up`."""
+        """Take messages; requests come only after `up`."""
         self._thread.connect(self._link.send, self._lost)
         self._link.start(self._heard, self._lost)
 
     def rendezvous(self) -> Endpoint:
-        """Rank 0's, once it is open. Raises ConfigError when rank 0 goes first."""
+        """Return the address of rank 0's rendezvous, once that is open. Raises ConfigError when rank 0 ends before."""
         try:
             return self._rendezvous.result(_MEETING_S)
         except TimeoutError as error:
             raise ConfigError(f"rank 0 did not open its rendezvous within {_MEETING_S:g} s") from error
 
     def up(self, begin: BeginLeg) -> None:
-        """This rank can serve."""
+        """Report that this rank can serve."""
         self._begin = begin
         self._link.send("up")
 
     def leave(self) -> None:
-        """This rank was asked to stop: rank 0 ends what runs and says `bye`."""
+        """Report that this rank was asked to stop, so that rank 0 ends what runs and sends `bye`."""
         self._link.send("leave")
 
     def close(self) -> None:
-        """Part from rank 0; idempotent."""
+        """Leave rank 0; idempotent."""
         self._link.close()
 
     def gate(self, room: Room, go_on: Callable[[], None]) -> None:
-        """This rank has its offer: rank 0 says when to go on."""
+        """Report that this rank has its offer; `go_on` is called when rank 0 says that all have."""
         with self._lock:
             leg = self._legs.get(room)
         if leg is not None:

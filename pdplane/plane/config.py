@@ -21,7 +21,7 @@ _WILDCARDS = ("0.0.0.0", "::")
 
 
 def as_endpoint(value: Endpoint | str, name: str) -> Endpoint:
-    """An Endpoint, or one written as "host:port"; ConfigError that says which setting is neither."""
+    """Return an Endpoint, or one written as "host:port"; raise ConfigError that says which setting is neither."""
     if isinstance(value, Endpoint):
         return value
     try:
@@ -41,9 +41,9 @@ class PlaneConfig:
     `advertise_host` is the address that peers are told; it defaults to `host`. Port 0 takes a free one. Ended rooms
     are remembered for `tombstone_s`, so that late messages are told apart from unknown ones.
 
-    `legacy` opens the channel for peers of the older generation too. None does so unless something stands against
-    it (`legacy_obstacle`); True is a ConfigError then, but for a secret, which those peers cannot prove. They are fed
-    and feed by `legacy_transport`, by default the same as `transport`.
+    `legacy` opens the channel for peers of the older generation too. None opens it unless there is a `legacy_obstacle`;
+    True opens it in spite of a secret and is a ConfigError with any other obstacle. The cache travels between them and
+    us by `legacy_transport`, by default the same as `transport`.
 
     `max_rooms` bounds the rooms that are live at one time; more fail at once with "too many live rooms". With
     `record_events` the plane keeps what `poll` gives. Raises ConfigError.
@@ -100,7 +100,7 @@ class PlaneConfig:
 
     @property
     def legacy_obstacle(self) -> str | None:
-        """Why the legacy channel stays closed unless it is asked for; None when nothing stands against it."""
+        """Why the legacy channel stays closed unless it is asked for; None without such a reason."""
         if self.secret is not None:
             return "they cannot prove that they know the secret"
         return self._unreachable
@@ -140,7 +140,7 @@ class DecodeConfig(PlaneConfig):
     """A decode rank; `data_port` is where prefill ranks connect to push.
 
     `status_port` is where legacy prefill ranks report. Blocks of a failed room that such a rank may still write to
-    are kept for `quarantine_timeout_s` after its last word.
+    are held for `quarantine_timeout_s` after its last status.
     """
 
     data_port: int = 0
@@ -149,7 +149,7 @@ class DecodeConfig(PlaneConfig):
 
 
 def log_legacy(config: PlaneConfig, others: str) -> None:
-    """Say in the log what the operator may not expect of the legacy channel and of one-sided transports."""
+    """Log what an operator may not expect of the legacy channel and of one-sided transports."""
     if config.secret is not None and is_one_sided(config.transport):
         logger.warning(
             "transport %s asks nobody for the secret: whoever reaches its port may write here", config.transport
@@ -164,7 +164,7 @@ def log_legacy(config: PlaneConfig, others: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name stays on this machine."""
+    """Return whether an address or name stays on this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""DecodePlane: a decode rank for whoever has blocks to be filled."""
+"""DecodePlane: a decode rank for a program with blocks to be filled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pdplane.transport.registry import Receiver, is_one_sided, open_receiver
 
 
 class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom]):
-    """Registers the arena with prefill ranks, offers blocks for rooms, lets exactly those be written.
+    """Registers the arena with prefill ranks, offers blocks for rooms, and lets exactly those be written.
 
     `with DecodePlane(config, layout=layout, arena=arena) as plane:` starts it; the constructor opens nothing.
     `arena` is an Arena or anything that `Arena` takes. Thread-safe: everything posts to the reactor. `http` shares an
@@ -102,18 +102,18 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
     ) -> DecodeRoom:
         """Ask the prefill whose rendezvous is at `prefill`, an Endpoint or "host:port", to fill the manifest's blocks.
 
-        The blocks are lent until `released`: nobody else may write or reuse them. Raises WireError for a manifest that
-        does not fit the layout and ConfigError for an address that is none. A room that is live already ends the handle
-        with LocalProtocolError.
+        The blocks belong to the room until `released`: the caller may not write or reuse them before. Raises WireError
+        for a manifest that does not fit the layout and ConfigError for an address that is none. A room that is live
+        already ends the handle with LocalProtocolError.
 
-        `on_landed(offsets, lengths)` is told of each run of the arena that is final unless the room fails, while the
-        rest is on its way: for work ahead that is thrown away if the room fails. Transport threads call it; it must not
-        block and not raise. One-sided transports tell nothing.
+        `on_landed(offsets, lengths)` is called for each run of the arena that is final unless the room fails, while the
+        rest is under way: for work ahead that is dropped if the room fails. Transport threads call it, so it must not
+        block or raise. One-sided transports never call it.
         """
         self._check_open()
         rendezvous = as_endpoint(prefill, "prefill")
         validate_manifest(manifest, self.layout)
-        wire.encode_manifest(manifest)  # here, where the caller hears of it: one that no frame can carry
+        wire.encode_manifest(manifest)  # one that no frame can carry fails here, in the caller's thread
         _check_prompt_hash(prompt_hash)
         number, ticket = check_room(room), self._handles.ticket()
 
@@ -128,8 +128,8 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
     def decline(self, room: int, *, prefill: Endpoint | str, prompt_hash: str, cause: str) -> None:
         """Tell prefill that no blocks will come for this room, so that its request ends at once and not by a timeout.
 
-        Best effort: only a prefill that this decode is registered with hears of it, and it believes it of a request
-        with the same prompt hash (see `hash_prompt`). Does nothing while the room is live here, or on a closed plane.
+        Best effort: only a prefill that this decode is registered with is told, and it ends only a request with the
+        same prompt hash (see `hash_prompt`). Does nothing while the room is live here, or on a closed plane.
         """
         _check_prompt_hash(prompt_hash)
         number, ticket = check_room(room), self._handles.ticket()
@@ -191,14 +191,14 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
         return self._legacy if self._legacy is not None and channel.is_legacy else self._dealers
 
     def _broke(self, error: Exception) -> None:
-        self._close_receivers()  # before the callers get their blocks back: nobody closes the windows any more
+        self._close_receivers()  # before the callers get their blocks back, since the windows stay open
         self._handles.fail_all(broken(error))
 
     def _close_receivers(self) -> None:
         for receiver in self._receivers:
             receiver.close()
 
-    # ---- other threads' news
+    # ---- reports of other threads
 
     def _hear(self, report: reports.Report) -> None:
         match report:
@@ -252,7 +252,7 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
 
 
 def _check_words(registration: Registration, hello: Hello) -> None:
-    """Raise ConfigError for what no peer could read, before anybody waits for its answer."""
+    """Raise ConfigError for a registration or hello that no peer can read, before anything waits for an answer."""
     try:
         wire.decode_registration(wire.encode_registration(registration))
         wire.encode_notice(hello)
@@ -263,7 +263,7 @@ def _check_words(registration: Registration, hello: Hello) -> None:
 def read_answer(
     number: Room, found: PrefillFound | PrefillNotFound, config: DecodeConfig
 ) -> events.PeerFound | events.PeerMissing:
-    """A rendezvous answer as the machine's event; one that this decode cannot use becomes PeerMissing."""
+    """Return the machine's event for a rendezvous answer; PeerMissing for one that this decode cannot use."""
     if isinstance(found, PrefillNotFound):
         return events.PeerMissing(number, found.bootstrap, found.cause)
     ranks = []

@@ -1,4 +1,4 @@
-"""From one start to one close: what the lives of both planes have in common."""
+"""What both planes do between their one start and their one close."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
 
     @abc.abstractmethod
     def _more_counts(self) -> dict[str, Any]:
-        """What this role counts beside its machine."""
+        """Return what this role counts beside its machine."""
 
     def _post(self, event: Event) -> None:
         if self._reactor is not None:
@@ -82,7 +82,7 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
             if self._state != "new":
                 raise LocalProtocolError(f"this {self.role} plane was started before: one start, one close")
             self._state, self._owner = "open", os.getpid()
-        atexit.register(self.close)  # who forgets it still tells the peers
+        atexit.register(self.close)  # the peers are told even if the owner forgets to close
         try:
             self._open()
         except BaseException:
@@ -101,10 +101,10 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
 
         Raises LocalProtocolError in a callback of one of the plane's futures, and does nothing then.
         """
-        if self._reactor is not None and self._reactor.is_current:  # it would wait for its own end
+        if self._reactor is not None and self._reactor.is_current:  # it would wait for itself
             raise LocalProtocolError("a callback of the plane cannot close it: close it on another thread")
         if os.getpid() != self._owner:
-            return  # never started, or a child of a fork: the sockets are its parent's
+            return  # never started, or in a forked child: the sockets belong to its parent
         with self._turnstile:
             if self._state != "open":
                 return
@@ -116,11 +116,11 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
 
     @property
     def alive(self) -> bool:
-        """No thread of ours has died."""
+        """Whether the plane is open and its reactor runs."""
         return self._state == "open" and self._reactor is not None and self._reactor.alive
 
     def poll(self) -> list[PlaneEvent]:
-        """What happened since the last call, for a scheduler's step loop.
+        """Return the events since the last call, for a scheduler's step loop.
 
         Raises LocalProtocolError without `record_events` in the config. Events that nobody takes for eight times
         `max_rooms` are dropped, the oldest first; an EventsLost then stands before the others.
@@ -128,7 +128,7 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
         return self._handles.poll()
 
     def statistics(self) -> dict[str, Any]:
-        """Every count, JSON-able; what only grows stands under `totals` and `rejected`.
+        """Return every count, JSON-able; what only grows stands under `totals` and `rejected`.
 
         Raises LocalProtocolError unless the plane runs.
         """

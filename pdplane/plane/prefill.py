@@ -1,4 +1,4 @@
-"""PrefillPlane: a prefill rank for whoever has pages to send."""
+"""PrefillPlane: a prefill rank for a program with pages to send."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pdplane.plane.senders import Senders
 
 
 class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, PrefillRoom]):
-    """Registers decode ranks, hears what blocks they offer, pushes pages into them.
+    """Registers decode ranks, takes their offers of blocks, and pushes pages into them.
 
     `with PrefillPlane(config, layout=layout, arena=arena) as plane:` starts it; the constructor opens nothing.
     `arena` is an Arena or anything that `Arena` takes. Thread-safe: everything posts to the reactor. `http` shares an
@@ -115,7 +115,7 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
 
     @property
     def ready(self) -> bool:
-        """Peers can find and reach this rank."""
+        """Whether peers can find and reach this rank."""
         return self.alive and self._announcer is not None and self._announcer.ready.is_set()
 
     def _more_counts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A caller's handles on rooms: each waiting step is one future, nothing else."""
+"""A caller's handles on rooms, on which each waiting step is one future; and the events of a step loop."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ T = TypeVar("T")
 
 
 def _open_future() -> Future[T]:
-    """A future that only the plane ends: cancelling an asyncio wrapper must not reach it."""
+    """Return a future that only the plane ends, even if an asyncio wrapper around it is cancelled."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def check_room(room: int) -> Room:
-    """The number as a Room; LocalProtocolError when the wire cannot carry it."""
+    """Return the number as a Room; raise LocalProtocolError when the wire cannot carry it."""
     return Room(_whole(room, "room", 0, MAX_ROOM))
 
 
 def _whole(value: SupportsIndex, name: str, low: int, high: int) -> int:
-    """A plain int, whatever integer type came in: the codecs write no other."""
+    """Return a plain int for any integer type, since the codecs write no other."""
     number = int(operator.index(value))
     if not low <= number <= high:
         raise LocalProtocolError(f"{name} is {number}, it must be {low}..{high}")
@@ -84,14 +84,16 @@ class PrefillRoom:
     window: Future[RoomWindow] = attrs.field(factory=_open_future, init=False)
     done: Future[None] = attrs.field(factory=_open_future, init=False)
     released: Future[None] = attrs.field(factory=_open_future, init=False)
-    _pushed: dict[FieldId, int] = attrs.field(factory=dict, init=False)  # blocks of the manifest, from its first on
+    _pushed: dict[FieldId, int] = attrs.field(
+        factory=dict, init=False
+    )  # how many of the manifest's blocks, from the first on
     _layout: Layout
     _push: Callable[[Mapping[SessionId, Copies]], None]
     _finish: Callable[[int, float | None, Sequence[int] | None, int], None]
     _cancel: Callable[[str], None]
 
     def wait_window(self, timeout_s: float | None = None) -> RoomWindow:
-        """Block until decode's offer is whole.
+        """Wait until decode's offer is whole and return it.
 
         Raises RoomFailed when the room ends first, and WaitTimeout, with the room as live as before, after `timeout_s`.
         """
@@ -103,13 +105,13 @@ class PrefillRoom:
         steps: range | None = None,
         chunk: range | None = None,
     ) -> None:
-        """Send these blocks' fields of the given layout steps (all of them by default); returns at once.
+        """Send these blocks' fields of the given layout steps (all of them by default); return at once.
 
         `source_blocks` are this arena's ids for all of the window's slots, in slot order. Those that are sent must not
-        change before `released`. With `chunk` only the blocks that these tokens of the prompt complete are sent;
-        chunks follow each other without a gap, the first one begins at the window's `prefix_len` or before it. A push
-        that fails fails the room. Raises LocalProtocolError for blocks that were pushed before: decode counts bytes,
-        and would take them for others that are missing.
+        change before `released`. With `chunk` only the blocks that these tokens of the prompt complete are sent; chunks
+        follow each other without a gap, the first one begins at the window's `prefix_len` or before it. A push that
+        fails fails the room. Raises LocalProtocolError for blocks that were pushed before: decode counts bytes, so they
+        would hide others that are missing.
         """
         window = self._offered()
         fields = None if steps is None else _fields_of(self._layout, steps)
@@ -135,21 +137,21 @@ class PrefillRoom:
         candidates: Sequence[int] | None = None,
         cached_tokens: int = 0,
     ) -> Future[None]:
-        """Everything is pushed: once all of it is acknowledged, Success goes out with these values. Gives `done`."""
+        """Send Success with these values once every push is acknowledged; return `done`."""
         self._offered()
-        token = _whole(first_token, "first_token", 0, 2**31 - 1)  # a room cannot succeed without one
+        token = _whole(first_token, "first_token", 0, 2**31 - 1)  # a room cannot succeed without a first token
         chosen = tuple(_whole(candidate, "a candidate", -(2**31), 2**31 - 1) for candidate in candidates or ())
         self._finish(token, logprob, chosen, _whole(cached_tokens, "cached_tokens", 0, 2**63 - 1))
         return self.done
 
     def cancel(self, cause: str = "cancelled by the caller") -> None:
-        """End the room and tell decode; returns at once, harmless after the end."""
+        """End the room and tell decode; return at once, harmless after the end."""
         self._cancel(cause)
 
     def _pushed_with(
         self, window: RoomWindow, fields: frozenset[FieldId] | None, chunk: range | None
     ) -> dict[FieldId, int]:
-        """How many blocks of each of these fields are pushed with this chunk."""
+        """Return how many blocks of each of these fields are pushed with this chunk."""
         found = {}
         tokens = range(window.prompt_len) if chunk is None else chunk
         for spec in self._layout.group_specs:
@@ -168,12 +170,12 @@ class PrefillRoom:
         return self.window.result()
 
     def fail(self, error: PdplaneError) -> None:
-        """For the plane: fail whatever still waits but `released`."""
+        """Fail whatever still waits except `released`; called by the plane."""
         fail(self.window, error)
         fail(self.done, error)
 
     def end(self, error: PdplaneError) -> None:
-        """For the plane: fail whatever still waits; nothing reads the blocks any more."""
+        """Fail whatever still waits, and release; called by the plane when nothing reads the blocks any more."""
         self.fail(error)
         settle(self.released, None)
 
@@ -182,10 +184,10 @@ class PrefillRoom:
 class DecodeRoom:
     """One use of a room on a decode rank; made by `DecodePlane.open`, usable from any thread.
 
-    `done` ends with what was delivered, or with RoomFailed. `released` (never with an error) says that the blocks
-    belong to the caller again: nothing lands in them any more. It ends together with `done`, but for a room that
-    failed while somebody could write past the fence (legacy peers, one-sided transports): then later, when every
-    such writer has said Success or the quarantine is over.
+    `done` ends with what was delivered, or with RoomFailed. `released` ends, never with an error, when the blocks
+    belong to the caller again, since nothing lands in them any more. Both end together, except when a room fails while
+    somebody can write past the fence (legacy peers, one-sided transports): then `released` ends later, when every such
+    writer has reported Success or the quarantine is over.
     """
 
     room: Room
@@ -196,28 +198,28 @@ class DecodeRoom:
     on_landed: Callable[[U64, U64], None] | None = None
 
     def wait(self, timeout_s: float | None = None) -> Delivered:
-        """Block until the cache is whole.
+        """Wait until the cache is whole and return its values.
 
         Raises RoomFailed when the room ends otherwise, and WaitTimeout after `timeout_s`: then the room is as live as
-        before and its blocks are still lent. Wait again, or cancel it and wait for `released`.
+        before and its blocks still belong to it. Wait again, or cancel it and wait for `released`.
         """
         return _wait(self.done, self.room, timeout_s, "the cache")
 
     def cancel(self, cause: str = "cancelled by the caller") -> None:
-        """End the room and tell prefill; returns at once, harmless after the end."""
+        """End the room and tell prefill; return at once, harmless after the end."""
         self._cancel(cause)
 
     def deliver(self, delivered: Delivered) -> None:
-        """For the plane: the cache is whole, and the blocks are the caller's."""
+        """Deliver the whole cache, and release its blocks to the caller; called by the plane."""
         settle(self.released, None)
         settle(self.done, delivered)
 
     def fail(self, error: PdplaneError) -> None:
-        """For the plane: fail whatever still waits but `released`."""
+        """Fail whatever still waits except `released`; called by the plane."""
         fail(self.done, error)
 
     def end(self, error: PdplaneError) -> None:
-        """For the plane: fail whatever still waits; the blocks are free before the caller hears of it."""
+        """Release the blocks, and then fail whatever still waits; called by the plane."""
         settle(self.released, None)
         self.fail(error)
 
@@ -321,7 +323,7 @@ Handle = TypeVar("Handle", bound=Endable)
 
 
 class Handles(Generic[Handle]):
-    """Callers add, the reactor's thread takes out; a handle that was failed as a whole is out as well."""
+    """The handles of live rooms by ticket: callers add them, the reactor's thread takes them out."""
 
     def __init__(self, *, record: bool, max_rooms: int) -> None:
         self._lock = threading.Lock()
@@ -336,11 +338,11 @@ class Handles(Generic[Handle]):
         return len(self._live)
 
     def ticket(self) -> int:
-        """The number of a new use of a room, from 1."""
+        """Return the number of a new use of a room, from 1."""
         return next(self._tickets)
 
     def add(self, handle: Handle) -> None:
-        """Keep a handle; one that comes after `fail_all` fails at once, for nobody would end it."""
+        """Keep a handle; after `fail_all` it fails at once, since nothing else would end it."""
         with self._lock:
             if self._over is None:
                 self._live[handle.ticket] = handle
@@ -355,7 +357,7 @@ class Handles(Generic[Handle]):
             return self._live.pop(ticket, None)
 
     def fail_all(self, error: PdplaneError) -> None:
-        """The plane is over: fail every handle, those to come included."""
+        """Fail every handle, and from now on every new one, since the plane has ended."""
         with self._lock:
             self._over = self._over or error
             handles, self._live = list(self._live.values()), {}
@@ -369,7 +371,7 @@ class Handles(Generic[Handle]):
                 self._told.append(event)
 
     def poll(self) -> list[PlaneEvent]:
-        """The events since the last call; LocalProtocolError when none are recorded."""
+        """Return the events since the last call; raise LocalProtocolError when none are recorded."""
         if not self._record:
             raise LocalProtocolError("poll() needs record_events=True in the plane's config")
         with self._lock:

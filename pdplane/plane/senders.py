@@ -29,12 +29,12 @@ class _Connection:
     sender: Sender
     way: str = ""
     over: bool = False
-    retired: bool = False  # we gave it up: that it ends is no news
+    retired: bool = False  # closed by us, so that its end is not reported
     began: dict[pushes.Key, float] = attrs.field(factory=dict)  # when each push under way was submitted
     ended: float = 0.0  # the last one
 
     def offer(self, push: pushes.Push) -> bool:
-        """Whether the sender took the push: not once its connection is over, even if we have not heard of that yet."""
+        """Return whether the sender took the push; it takes none once its connection is over."""
         self.began[push.key] = time.monotonic()
         return self.sender.offer(push)
 
@@ -45,7 +45,7 @@ class _Connection:
 
 @attrs.define
 class _Traffic:
-    """What was acknowledged, and for how long a connection had something under way, summed over the connections."""
+    """Bytes that were acknowledged, and seconds in which each connection had a push under way, summed over all."""
 
     pushed_bytes: int = 0
     push_seconds: float = 0.0
@@ -59,7 +59,7 @@ class _Traffic:
 
 
 class Senders:
-    """Everything here runs on the reactor's thread but the reports, which only post."""
+    """The senders by session and life. Everything runs on the reactor's thread except the reports, which only post."""
 
     def __init__(
         self, config: PrefillConfig, arena: Arena, life: Life, post: Callable[[events.PrefillEvent], None]
@@ -70,13 +70,13 @@ class Senders:
         self._connections: dict[tuple[SessionId, Life], _Connection] = {}
         self._lock = threading.Lock()
         self._traffic = _Traffic()
-        self._ending: list[Sender] = []  # told to stop; a slow name look-up may keep a thread for a while
+        self._ending: list[Sender] = []  # stopped; a slow name look-up may keep a thread for a while
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def counts(self) -> dict[str, Any]:
-        """Open connections by what carries their bytes, and the traffic so far."""
+        """Count open connections by what carries their bytes, and the traffic so far."""
         ways = Counter(connection.way for connection in list(self._connections.values()) if not connection.over)
         with self._lock:
             totals = attrs.asdict(self._traffic)
@@ -88,7 +88,7 @@ class Senders:
             require_transport(scheme)
 
     def open(self, action: OpenData) -> list[events.PrefillEvent]:
-        """Connect, to learn who answers at the session's address; the event is the failure to try."""
+        """Connect, to learn which life answers at the session's address; return an event if that cannot be tried."""
         self._sweep()
         session, life = action.session, action.life
         try:
@@ -98,7 +98,7 @@ class Senders:
         return []
 
     def push(self, push: Push) -> list[events.PrefillEvent]:
-        """Queue a push on its session's connection, made anew if the last one is over."""
+        """Queue a push on its session's connection; connect again if the last one is over."""
         try:
             work = pushes.Push(push.room, push.generation, push.push, push.copies)
             connection = self._connections.get((push.session, push.life))
@@ -114,7 +114,7 @@ class Senders:
             connection.sender.cancel(action.room, action.generation)
 
     def close(self, session: SessionId, life: Life) -> None:
-        """Never waits: it runs on the reactor's thread, and the other end may be stuck."""
+        """Stop a connection without waiting: this is the reactor's thread, and the other end may be stuck."""
         if connection := self._connections.pop((session, life), None):
             connection.retired = True
             connection.sender.stop()
@@ -139,7 +139,7 @@ class Senders:
             raise ConfigError(f"session {session!r} is no data address: {wrong}") from None
         connection: _Connection
         scheme = self._config.transport if life else self._legacy_scheme
-        # A one-sided transport asks nobody: whose life answers there must be believed.
+        # A one-sided transport learns of no life, so the registered one is assumed.
         believed = life if self._one_sided[scheme] else None
         sender = open_sender(
             scheme,
