@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "pdplane"
 
 _LOW = {"ids", "errors"}
-_BASE = _LOW | {"security", "kv", "messages"}
+_BASE = _LOW | {"security", "net", "kv", "messages"}
 _NODE = _BASE | {"api", "wire", "machine", "control", "transport", "plane", "engine", "node"}
 
 # What a package may import besides itself. The sans-IO halves never meet but in `control`; `control`, `transport` and
@@ -21,13 +21,14 @@ ALLOWED: dict[str, set[str]] = {
     "errors": {"ids"},
     "options": {"ids"},
     "security": _LOW,
-    "kv": _LOW | {"security"},
-    "messages": _LOW | {"security", "kv"},
+    "net": _LOW,
+    "kv": _LOW | {"security", "net"},
+    "messages": _LOW | {"security", "net", "kv"},
     "api": _BASE,
     "wire": _BASE,
     "machine": _BASE,
     "control": _BASE | {"wire", "machine"},
-    "transport": _LOW | {"security", "kv"},
+    "transport": _LOW | {"security", "net", "kv"},
     "engine": _LOW | {"kv", "messages", "api"},
     "plane": _BASE | {"wire", "machine", "control", "transport"},
     "node": _NODE - {"node"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import socket
@@ -18,6 +19,7 @@ import zmq
 from pdplane.bench.load import Decoding, spinning
 from pdplane.ids import Endpoint, Generation, Room, new_life
 from pdplane.kv.arena import Arena
+from pdplane.net import JsonLines
 from pdplane.transport.fence import Fence
 from pdplane.transport.registry import Receiver, open_receiver
 from pdplane.transport.reports import Report, TransportOptions
@@ -212,14 +214,13 @@ def main() -> int:
     take_turns_often()
     with ExitStack() as stack:
         far = FarEnd(FarOptions.read(sys.argv[1]), stack)
-        _say(far.addresses)
-        for line in sys.stdin:
-            _say(far.answer(json.loads(line)))
+        lines = JsonLines(sys.stdin, sys.stdout)
+        lines.send(far.addresses)
+        with contextlib.suppress(EOFError):
+            while True:
+                command: Any = lines.receive()
+                lines.send(far.answer(command))
     return 0
-
-
-def _say(value: object) -> None:
-    print(json.dumps(value), flush=True)
 
 
 if __name__ == "__main__":

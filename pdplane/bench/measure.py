@@ -19,6 +19,7 @@ from pdplane.bench.far_end import FarOptions, pattern
 from pdplane.errors import ConfigError, InternalError
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, Copies, merged_copies
+from pdplane.net import JsonLines
 from pdplane.transport.reports import TransportOptions
 
 GIB = 1 << 30
@@ -62,7 +63,8 @@ class Measurement:
         self._plan, self._condition = plan, condition
         self._source = Arena.zeros(plan.arena_bytes)
         self._contenders: dict[str, Contender] = {}
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lines = JsonLines()
 
     def __enter__(self) -> Self:
         try:
@@ -180,24 +182,20 @@ class Measurement:
             plan.transport,
         )
         words = [sys.executable, "-m", "pdplane.bench.far_end", json.dumps(attrs.asdict(far))]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._lines = JsonLines(self._process.stdout, self._process.stdin)
         addresses = self._hear()
         self._contenders = open_contenders(list(plan.names), addresses, self._source, options, self._ask)
 
     def _ask(self, what: str, **fields: object) -> Any:  # noqa: ANN401 - whatever JSON carries
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": what, **fields}) + "\n")
-        self._process.stdin.flush()
+        self._lines.send({"do": what, **fields})
         return self._hear()
 
     def _hear(self) -> Any:  # noqa: ANN401 - whatever JSON carries
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ConfigError("the receiving process has ended; its error stands above")
-        return json.loads(line)
+        try:
+            return self._lines.receive()
+        except EOFError:
+            raise ConfigError("the receiving process has ended; its error stands above") from None
 
 
 def _places(nbytes: int, block: int, arrangement: str) -> tuple[U64, U64]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
+from pdplane.net import JsonLines
 
 _END_S = 30.0
 
@@ -20,7 +20,7 @@ def worker_processes(*commands: Sequence[str]) -> Iterator[list[Endpoint]]:
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "pdplane.cli.main", *command, "--exit-with-parent", "--log-level", "error"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )
         for command in commands
     ]  # fmt: skip
@@ -31,14 +31,16 @@ def worker_processes(*commands: Sequence[str]) -> Iterator[list[Endpoint]]:
             _end(process)
 
 
-def _listening(process: subprocess.Popen[str]) -> Endpoint:
-    line = process.stdout.readline() if process.stdout is not None else ""
-    if not line:
-        raise ConfigError("a worker did not start; its reason stands above")
-    return Endpoint.parse(str(json.loads(line)["listen"]))
+def _listening(process: subprocess.Popen[bytes]) -> Endpoint:
+    try:
+        said = JsonLines(process.stdout).receive()
+    except EOFError:
+        raise ConfigError("a worker did not start; its reason stands above") from None
+    assert isinstance(said, dict), "a worker says where it listens"
+    return Endpoint.parse(str(said["listen"]))
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         process.stdin.close()
     try:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import selectors
 import subprocess
 import sys
 import tempfile
@@ -15,7 +13,8 @@ from typing import Any, Self
 
 import attrs
 
-from pdplane.errors import PdplaneError
+from pdplane.errors import PdplaneError, WireError
+from pdplane.net import JsonLines
 
 _GRACE_S = 20.0  # for an orderly end, until SIGKILL
 _TAIL_BYTES = 4096
@@ -56,7 +55,8 @@ class Child:
             raise ChildFailed(name, f"cannot be started: {error.strerror or error}") from error
         assert self._process.stdin is not None, "a pipe was asked for"
         assert self._process.stdout is not None, "a pipe was asked for"
-        self._ears, self._mouth = self._process.stdin, self._process.stdout
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._lines = JsonLines(self._stdout, self._stdin)
 
     @property
     def pid(self) -> int:
@@ -64,27 +64,28 @@ class Child:
 
     def hear(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Its next JSON line. Raises ChildFailed with the last words of a process that ended, or after a silence."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._mouth, selectors.EVENT_READ)
-            if not selector.select(timeout_s):
-                raise ChildFailed(self.name, f"said nothing in {timeout_s:g} s")
-        line = self._mouth.readline()
-        if not line:
+        try:
+            said = self._lines.receive(timeout_s)
+        except TimeoutError:
+            raise ChildFailed(self.name, f"said nothing in {timeout_s:g} s") from None
+        except EOFError:
             code = self._process.wait(_GRACE_S)
-            raise ChildFailed(self.name, f"ended with exit code {code}: {self._last_words()}")
-        said: dict[str, Any] = json.loads(line)
+            raise ChildFailed(self.name, f"ended with exit code {code}: {self._last_words()}") from None
+        except WireError as error:
+            raise ChildFailed(self.name, error.reason) from error
+        if not isinstance(said, dict):
+            raise ChildFailed(self.name, f"said {str(said)[:80]!r}, which is no JSON object")
         return said
 
     def nudge(self) -> None:
-        """Send an empty line; what a dead process does not hear, the next `hear` finds out."""
+        """Send a line that says nothing; what a dead process does not get, the next `hear` finds out."""
         with contextlib.suppress(BrokenPipeError):
-            self._ears.write(b"\n")
-            self._ears.flush()
+            self._lines.send(None)
 
     def end(self) -> None:
         """Ask it to end, and return at once."""
         with contextlib.suppress(BrokenPipeError):
-            self._ears.close()
+            self._stdin.close()
 
     def close(self) -> None:
         """Ask it to end, wait, and kill what does not; idempotent."""
@@ -95,7 +96,7 @@ class Child:
             self._process.kill()
             self._process.wait()
         finally:
-            self._mouth.close()
+            self._stdout.close()
             self._errors.close()
 
     def _last_words(self) -> str:

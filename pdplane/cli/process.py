@@ -7,7 +7,6 @@ import logging
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -15,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import FrameType
+
+from pdplane.net import Wakeup
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -52,28 +53,26 @@ _KILLED = 130
 class StopSignal:
     """SIGINT and SIGTERM: the first one asks for an end, the second one ends at once.
 
-    A handler runs in the main thread, in the middle of whatever that was doing. So it takes no lock: an Event would
-    deadlock with a main thread that was just waiting for it.
+    A handler runs in the main thread, in the middle of whatever that was doing. So it takes no lock that the main
+    thread may hold: an Event would deadlock with a main thread that was just waiting for it.
     """
 
     def __init__(self) -> None:
         self._asked = False
         self._interrupts = False
-        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        self._wakeup: Wakeup | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle both signals inside the block; the main thread only."""
-        self._wakeup = wakeup = socket.socketpair()
-        wakeup[1].settimeout(0)
+        self._wakeup = wakeup = Wakeup()
         before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            for end in wakeup:
-                end.close()
+            wakeup.close()
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
@@ -90,7 +89,7 @@ class StopSignal:
         """Whether a signal came within the time; inside `listening`."""
         assert self._wakeup is not None, "listen first"
         if not self._asked:
-            select.select([self._wakeup[0]], [], [], timeout_s)
+            select.select([self._wakeup.descriptor], [], [], timeout_s)
         return self._asked
 
     def _receive(self, _number: int, _frame: FrameType | None) -> None:
@@ -98,7 +97,7 @@ class StopSignal:
             os._exit(_KILLED)
         self._asked = True
         if self._wakeup is not None:
-            self._wakeup[1].send(b"\0")
+            self._wakeup.wake()
         if self._interrupts:
             raise KeyboardInterrupt
 

@@ -13,13 +13,14 @@ import json
 import signal
 import sys
 import threading
-from typing import Any, TextIO
+from typing import Any
 
 import attrs
 
 from pdplane.cli.daemon import mlx_needed
 from pdplane.cli.process import exit_with_parent
 from pdplane.errors import ConfigError
+from pdplane.net import JsonLines
 
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -40,7 +41,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     word = threading.Event()
     exit_with_parent(word.set)
-    speaker = _Speaker(sys.stdout)
+    speaker = _Speaker(JsonLines(writer=sys.stdout))
     sys.stdout = sys.stderr  # no library's chatter among our lines
     try:
         _measure(speaker, word, Question(**json.loads(sys.argv[1])))
@@ -51,11 +52,11 @@ def main() -> int:
 
 
 class _Speaker:
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
 
     def say(self, **said: Any) -> None:  # noqa: ANN401  (whatever JSON holds)
-        print(json.dumps(said), file=self._stream, flush=True)
+        self._lines.send(said)
 
     def progress(self, what: str, done: int, total: int) -> None:
         self.say(progress=[what, done, total])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import socket
 import threading
 from collections.abc import Coroutine
@@ -15,8 +13,9 @@ from typing import Any, TypeVar
 import aiohttp
 from aiohttp import web
 
-from pdplane.errors import ConfigError, InternalError, LocalProtocolError
+from pdplane.errors import InternalError, LocalProtocolError
 from pdplane.ids import Endpoint
+from pdplane.net import listen
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,9 @@ class HttpThread:
             raise InternalError(f"{self._name} did not end within {timeout_s:g} s")
 
     async def _serve(self, app: web.Application, host: str, port: int) -> Endpoint:
-        listener = await _listen(host, port)
+        # Listening here makes the loser of a race for a port get the same error as a latecomer; a name may take a
+        # while, so not on the loop's thread.
+        listener = await asyncio.get_running_loop().run_in_executor(None, listen, Endpoint(host, port))
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_GRACE_S)
         await runner.setup()
         await web.SockSite(runner, listener, backlog=_BACKLOG).start()
@@ -148,30 +149,3 @@ async def _end_tasks() -> None:
         _done, pending = await asyncio.wait(tasks, timeout=1.0)
         for task in pending:
             logger.error("task %s did not end when it was cancelled", task.get_name())
-
-
-async def _listen(host: str, port: int) -> socket.socket:
-    if not host:
-        raise ConfigError("an empty host would listen on every interface; name one")
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise ConfigError(f"cannot listen on {host!r}: {error.strerror}") from error
-    family, kind, protocol, _name, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)  # here, so that the loser of a race for a port gets the same error as a latecomer
-        listener.settimeout(0)  # asyncio needs it non-blocking
-    except OSError as error:
-        listener.close()
-        raise ConfigError(_bind_failure(host, port, error)) from error
-    return listener
-
-
-def _bind_failure(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is taken by another process"
-    return f"cannot listen on {Endpoint(host, port)}: {os.strerror(error.errno or 0)}"

@@ -8,24 +8,26 @@ the rendezvous has restarted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import aiohttp
 import attrs
 
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.rendezvous import MARKER, MAX_WORLD_SIZE, VERSION
-from pdplane.errors import LocalProtocolError, RendezvousError
+from pdplane.errors import LocalProtocolError, RendezvousError, WireError
 from pdplane.ids import Endpoint, Life, Rank, Room
+from pdplane.net import JsonValue, parse_json
 from pdplane.security import Secret
+from pdplane.wire.frames import MAX_LAYOUT
 
 MAX_ANSWER = 1 << 20
 
@@ -227,29 +229,25 @@ class LookUp:
 
     async def _ask(self, bootstrap: Endpoint, room: Room) -> PrefillFound:
         sync = await self._get(bootstrap, -1, -1)
-        if sync.get("cache_layout") is None:
+        if sync.optional("cache_layout") is None:
             raise RendezvousError(bootstrap.url("http"), _NOT_YET, "no prefill rank has registered yet")
-        answer = _Answer(bootstrap, sync)
-        world_size = answer.number("prefill_tp_size", 1, MAX_WORLD_SIZE)
-        dp_size = answer.number("prefill_dp_size", 1, world_size)
-        if world_size % dp_size:
-            raise answer.wrong(f"world size {world_size} is no multiple of dp size {dp_size}")
-        layout = answer.text("cache_layout")
-        if not layout.isascii():
-            raise answer.wrong("cache_layout is not ASCII")
+        with _refusing(bootstrap):
+            world_size = sync.member("prefill_tp_size").whole(1, MAX_WORLD_SIZE)
+            dp_size = sync.member("prefill_dp_size").whole(1, world_size)
+            if world_size % dp_size:
+                sync.refuse(f"has the world size {world_size}, no multiple of the dp size {dp_size}")
+            layout = sync.member("cache_layout").text(MAX_LAYOUT)
+            if not layout.isascii():
+                sync.member("cache_layout").refuse("is not ASCII")
         tp_size, dp_group = world_size // dp_size, room % dp_size
         ranks = await asyncio.gather(*(self._rank(bootstrap, dp_group, rank) for rank in range(tp_size)))
         return PrefillFound(bootstrap, tp_size, dp_size, dp_group, layout.encode("ascii"), tuple(ranks))
 
     async def _rank(self, bootstrap: Endpoint, dp_group: int, tp_rank: int) -> RankAddress:
-        answer = _Answer(bootstrap, await self._get(bootstrap, tp_rank, dp_group))
-        host, port = answer.text("rank_ip"), answer.number("rank_port", 1, 65535)
-        if answer.body.get(MARKER) is None:
-            return RankAddress(Rank(tp_rank), await self._address(bootstrap, host, port), port)
-        answer.number(MARKER, VERSION, VERSION)
-        router_port, life = answer.number("router_port", 1, 65535), Life(answer.text("prefill_life"))
-        address = await self._address(bootstrap, host, router_port)
-        return RankAddress(Rank(tp_rank), address, port, router_port, life)
+        answer = await self._get(bootstrap, tp_rank, dp_group)
+        with _refusing(bootstrap):
+            found = _read_rank(Rank(tp_rank), answer)
+        return attrs.evolve(found, host=await self._address(bootstrap, found.host, found.router_port or found.port))
 
     async def _address(self, bootstrap: Endpoint, host: str, port: int) -> str:
         try:
@@ -257,7 +255,7 @@ class LookUp:
         except OSError as error:
             raise RendezvousError(bootstrap.url("http"), _NOT_YET, str(error)) from error
 
-    async def _get(self, bootstrap: Endpoint, tp_rank: int, dp_group: int) -> Mapping[str, Any]:
+    async def _get(self, bootstrap: Endpoint, tp_rank: int, dp_group: int) -> JsonValue:
         query = f"engine_rank={tp_rank}&target_dp_group={dp_group}"
         url = f"{bootstrap.url('http')}/route?{query}"
         options = self._options
@@ -267,36 +265,26 @@ class LookUp:
         if status != 200:
             # A rendezvous answers 404 only to the question for one rank.
             raise RendezvousError(url, _NOT_YET if status == 404 and tp_rank >= 0 else status, reason_in(text))
-        try:
-            body = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RendezvousError(url, status, "the answer is not JSON") from error
-        if not isinstance(body, dict):
-            raise RendezvousError(url, status, "the answer is not a JSON object")
-        return body
+        with _refusing(bootstrap):
+            return parse_json(text.encode("utf-8"), "answer", MAX_ANSWER)
 
 
-@attrs.frozen
-class _Answer:
-    """A rendezvous answer whose fields are checked as they are read."""
+@contextlib.contextmanager
+def _refusing(bootstrap: Endpoint) -> Iterator[None]:
+    """Turn what is wrong with an answer's JSON into a RendezvousError."""
+    try:
+        yield
+    except WireError as error:
+        raise RendezvousError(bootstrap.url("http"), 200, error.reason) from error
 
-    bootstrap: Endpoint
-    body: Mapping[str, Any]
 
-    def wrong(self, reason: str) -> RendezvousError:
-        return RendezvousError(self.bootstrap.url("http"), 200, reason)
-
-    def text(self, key: str) -> str:
-        value = self.body.get(key)
-        if not isinstance(value, str) or not value:
-            raise self.wrong(f"{key} is missing or no text")
-        return value
-
-    def number(self, key: str, low: int, high: int) -> int:
-        value = self.body.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.wrong(f"{key} is missing or outside {low}..{high}")
-        return value
+def _read_rank(rank: Rank, answer: JsonValue) -> RankAddress:
+    host, port = answer.member("rank_ip").text(), answer.member("rank_port").whole(1, 65535)
+    if answer.optional(MARKER) is None:
+        return RankAddress(rank, host, port)
+    answer.member(MARKER).whole(VERSION, VERSION)
+    router_port, life = answer.member("router_port").whole(1, 65535), Life(answer.member("prefill_life").text())
+    return RankAddress(rank, host, port, router_port, life)
 
 
 def _is_worth_asking_again(status: int) -> bool:

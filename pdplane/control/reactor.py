@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ import zmq
 from pdplane.errors import InternalError
 from pdplane.machine.actions import WakeAt
 from pdplane.machine.events import Tick
+from pdplane.net import Wakeup
 
 _PAUSE_S = 0.25  # a thread that is later than this was stopped, swapped out, or kept from the interpreter
 
@@ -103,7 +103,7 @@ class Reactor(Generic[Event, Action]):
         self._posted: deque[Event | _Question | None] = deque()
         self._sources: dict[zmq.Socket[bytes], Source[Event]] = {}
         self._poller = zmq.Poller()
-        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        self._wakeup: Wakeup | None = None
         self._thread: threading.Thread | None = None
         self._wake: float | None = None
         self._clock = AwakeClock()
@@ -111,10 +111,8 @@ class Reactor(Generic[Event, Action]):
     # ---- any thread
 
     def start(self) -> None:
-        self._wakeup = socket.socketpair()
-        for end in self._wakeup:
-            end.settimeout(0)
-        self._poller.register(self._wakeup[0], zmq.POLLIN)
+        self._wakeup = Wakeup()
+        self._poller.register(self._wakeup.descriptor, zmq.POLLIN)
         # A daemon thread: an owner that forgets `close` does not hang the interpreter's exit.
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
@@ -157,9 +155,8 @@ class Reactor(Generic[Event, Action]):
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise InternalError(f"{self._name} did not end within {timeout_s:g} s")
-        for end in self._wakeup or ():
-            end.close()
-        self._wakeup = None
+        if self._wakeup is not None:
+            self._wakeup.close()
 
     # ---- the reactor's own thread, or before `start`
 
@@ -174,13 +171,8 @@ class Reactor(Generic[Event, Action]):
     # ---- the loop
 
     def _wake_up(self) -> None:
-        wakeup = self._wakeup
-        if wakeup is None:
-            return
-        try:
-            wakeup[1].send(b"\0")
-        except (BlockingIOError, OSError):
-            return  # a wake-up is under way already, or the thread has ended
+        if self._wakeup is not None:
+            self._wakeup.wake()
 
     def _run(self) -> None:
         try:
@@ -195,6 +187,8 @@ class Reactor(Generic[Event, Action]):
         self._clock.lap(timeout)
         ready = dict(self._poller.poll(int(timeout * 1000) + 1 if timeout else 0))
         self._clock.lap()
+        if self._wakeup is not None and self._wakeup.descriptor in ready:
+            self._wakeup.clear()
         if not self._take_posted():
             return False
         for ready_socket in ready:
@@ -206,13 +200,6 @@ class Reactor(Generic[Event, Action]):
         return True
 
     def _take_posted(self) -> bool:
-        wakeup = self._wakeup
-        if wakeup is not None:
-            try:
-                while len(wakeup[0].recv(4096)) == 4096:
-                    pass
-            except BlockingIOError:
-                pass
         for _ in range(len(self._posted)):
             event = self._posted.popleft()
             if event is None:

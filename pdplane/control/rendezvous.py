@@ -25,11 +25,10 @@ Who may replace a registration:
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -37,8 +36,10 @@ from aiohttp import web
 
 from pdplane.errors import RendezvousError, WireError
 from pdplane.ids import Life
+from pdplane.net import JsonValue, parse_json
 from pdplane.security import Secret
 from pdplane.wire import decode_layout, encode_layout
+from pdplane.wire.frames import MAX_LAYOUT
 
 LEASE_S = 15.0
 MAX_WORLD_SIZE = 4096
@@ -97,7 +98,7 @@ class RankTable:
         self._sizes: Sizes | None = None
         self._held: dict[int, _Held] = {}
 
-    def put(self, body: object, now: float) -> RankEntry:
+    def put(self, body: JsonValue, now: float) -> RankEntry:
         """Register or renew a rank; a refused PUT changes nothing."""
         sizes, entry = read_put(body)
         self._forget_lapsed(now)
@@ -166,62 +167,57 @@ class RankTable:
                 raise _refusal(400, f"{name} differs from that of the ranks that are registered")
 
 
-def read_put(body: object) -> tuple[Sizes, RankEntry]:
+def read_put(body: JsonValue) -> tuple[Sizes, RankEntry]:
     """Return what a PUT's JSON says. Raises RendezvousError with status 400, which names the field."""
-    if not isinstance(body, Mapping):
-        raise _refusal(400, "the body is not a JSON object")
-    role = _text(body, "role")
-    if role != "Prefill":
-        raise _refusal(400, f"role {role[:40]!r} does not register here, only 'Prefill' does")
+    try:
+        return _read_put(body)
+    except WireError as error:
+        raise _refusal(400, error.reason) from error
+
+
+def _read_put(body: JsonValue) -> tuple[Sizes, RankEntry]:
+    role = body.member("role")
+    if role.json != "Prefill":
+        role.refuse(f"{str(role.json)[:40]!r} does not register here, only 'Prefill' does")
     world_size = _number(body, "world_size", 1, MAX_WORLD_SIZE)
     dp_size = _number(body, "dp_size", 1, world_size)
     if world_size % dp_size:
-        raise _refusal(400, f"world_size {world_size} is no multiple of dp_size {dp_size}")
+        body.member("world_size").refuse(f"{world_size} is no multiple of dp_size {dp_size}")
     world_rank = _number(body, "engine_rank", 0, world_size - 1)
-    rank_ip = _text(body, "rank_ip")
-    if not _HOST.match(rank_ip):
-        raise _refusal(400, "rank_ip is no host name or address")
+    rank_ip = body.member("rank_ip")
+    if not _HOST.match(rank_ip.text()):
+        rank_ip.refuse("is no host name or address")
     rank_port = _number(body, "rank_port", 1, 65535)
     life, router_port = _native(body)
-    sizes = Sizes(world_size, dp_size, _layout(_text(body, "cache_layout")))
-    return sizes, RankEntry(world_rank, rank_ip, rank_port, life, router_port)
+    sizes = Sizes(world_size, dp_size, _layout(body.member("cache_layout")))
+    return sizes, RankEntry(world_rank, rank_ip.text(), rank_port, life, router_port)
 
 
-def _native(body: Mapping[str, object]) -> tuple[Life | None, int | None]:
-    if body.get(MARKER) is None:
+def _native(body: JsonValue) -> tuple[Life | None, int | None]:
+    if body.optional(MARKER) is None:
         return None, None
     _number(body, MARKER, VERSION, VERSION)
-    life = _text(body, "prefill_life")
-    if not _LIFE.match(life):
-        raise _refusal(400, "prefill_life is not 32 hex digits")
-    return Life(life), _number(body, "router_port", 1, 65535)
+    life = body.member("prefill_life")
+    if not _LIFE.match(life.text()):
+        life.refuse("is not 32 hex digits")
+    return Life(life.text()), _number(body, "router_port", 1, 65535)
 
 
-def _text(body: Mapping[str, object], key: str) -> str:
-    value = body.get(key)
-    if not isinstance(value, str):
-        raise _refusal(400, f"{key} is missing" if value is None else f"{key} is not a string")
-    return value
+def _number(body: JsonValue, key: str, low: int, high: int) -> int:
+    value = body.member(key)
+    if isinstance(value.json, str) and _DECIMAL.match(value.json):
+        value = JsonValue(int(value.json), value.path)  # legacy ranks send some numbers as text
+    return value.whole(low, high)
 
 
-def _number(body: Mapping[str, object], key: str, low: int, high: int) -> int:
-    value = body.get(key)
-    if isinstance(value, str) and _DECIMAL.match(value):
-        value = int(value)  # legacy ranks send some numbers as text
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _refusal(400, f"{key} is missing" if value is None else f"{key} is not an integer")
-    if not low <= value <= high:
-        raise _refusal(400, f"{key} {str(value)[:20]} is outside {low}..{high}")
-    return value
-
-
-def _layout(text: str) -> str:
+def _layout(value: JsonValue) -> str:
+    text = value.text(MAX_LAYOUT)
     if not text.isascii():
-        raise _refusal(400, "cache_layout is not ASCII")
+        value.refuse("is not ASCII")
     try:
         return encode_layout(decode_layout(text.encode("ascii"))).decode("ascii")
     except WireError as error:
-        raise _refusal(400, f"cache_layout: {error}") from error
+        raise WireError(error.field, f"cache_layout: {error.reason}") from error
 
 
 def _refusal(status: int, reason: str) -> RendezvousError:
@@ -285,11 +281,11 @@ class _Routes:
 
     async def _put(self, request: web.Request) -> web.Response:
         try:
-            body = json.loads(await request.read())
+            body = parse_json(await request.read(), "body", MAX_BODY)
         except web.HTTPRequestEntityTooLarge as error:
             raise RendezvousError("/route", 400, f"the body is longer than {MAX_BODY} bytes") from error
-        except (ValueError, RecursionError) as error:
-            raise RendezvousError("/route", 400, "the body is not JSON") from error
+        except WireError as error:
+            raise RendezvousError("/route", 400, error.reason) from error
         entry = self._table.put(body, self._clock())
         logger.debug("prefill rank %d registered from %s port %d", entry.world_rank, entry.rank_ip, entry.rank_port)
         return web.Response(text="OK")

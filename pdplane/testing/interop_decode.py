@@ -23,7 +23,7 @@ from pdplane.testing.interop_run import (
     NAMES,
     SUCCESS,
     Alarm,
-    Events,
+    EventLog,
     InteropOptions,
     decode_plane,
     drive,
@@ -36,7 +36,7 @@ from pdplane.testing.interop_run import (
 UNTOUCHED = 0xEE
 
 
-def run_decode(options: InteropOptions, events: Events) -> bool:
+def run_decode(options: InteropOptions, events: EventLog) -> bool:
     """Play the rank; whether every room ended as expected and no byte is wrong. Raises ConfigError."""
     layout = options.make_layout()
     arena = Arena(np.full(layout.arena_bytes, UNTOUCHED, np.uint8))
@@ -73,7 +73,7 @@ class _Side:
     arena: Arena
     pool: Pool
     options: InteropOptions
-    events: Events
+    events: EventLog
     alarm: Alarm
 
 

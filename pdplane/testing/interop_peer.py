@@ -2,7 +2,7 @@
 
     python -m pdplane.testing.interop_peer prefill|decode|bootstrap --help
 
-Everything that moves is the product: planes, channels, transports, the rendezvous. Events are JSON lines on standard
+Everything that moves is the product: planes, channels, transports, the rendezvous. EventLog are JSON lines on standard
 output; the exit code is 0 when every room ended as --expect and, for a decode, no byte is bad or stray.
 """
 
@@ -18,13 +18,13 @@ from pdplane.control.rendezvous import rendezvous_app
 from pdplane.errors import ConfigError, PdplaneError
 from pdplane.testing.interop_decode import run_decode
 from pdplane.testing.interop_prefill import run_prefill
-from pdplane.testing.interop_run import Events, InteropOptions, parse
+from pdplane.testing.interop_run import EventLog, InteropOptions, parse
 from pdplane.transport.vector import take_turns_often
 
 _TERMINATED = 128 + signal.SIGTERM
 
 
-def run_bootstrap(options: InteropOptions, events: Events) -> bool:
+def run_bootstrap(options: InteropOptions, events: EventLog) -> bool:
     """Only the rendezvous, until a signal ends it."""
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before any thread starts, so that `sigwait` alone takes them
@@ -39,7 +39,7 @@ def run_bootstrap(options: InteropOptions, events: Events) -> bool:
     return True
 
 
-ROLES: Mapping[str, Callable[[InteropOptions, Events], bool]] = {
+ROLES: Mapping[str, Callable[[InteropOptions, EventLog], bool]] = {
     "prefill": run_prefill,
     "decode": run_decode,
     "bootstrap": run_bootstrap,
@@ -57,7 +57,7 @@ def main(words: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=options.log_level.upper(), stream=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # an exception, so that everything is closed
     try:
-        return 0 if ROLES[options.role](options, Events()) else 1
+        return 0 if ROLES[options.role](options, EventLog()) else 1
     except PdplaneError as wrong:
         sys.stderr.write(f"interop_peer {options.role}: {wrong}\n")
         return 1

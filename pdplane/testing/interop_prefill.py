@@ -23,7 +23,7 @@ from pdplane.testing.interop_run import (
     NAMES,
     SUCCESS,
     Alarm,
-    Events,
+    EventLog,
     InteropOptions,
     drive,
     finish,
@@ -36,7 +36,7 @@ from pdplane.testing.interop_run import (
 _LOOK_S = 0.01
 
 
-def run_prefill(options: InteropOptions, events: Events) -> bool:
+def run_prefill(options: InteropOptions, events: EventLog) -> bool:
     """Play the rank; whether every room ended as expected. Raises ConfigError."""
     layout = options.make_layout()
     arena = Arena.zeros(layout.arena_bytes)
@@ -86,7 +86,7 @@ class _PrefillRun:
         arena: Arena,
         pool: Pool,
         options: InteropOptions,
-        events: Events,
+        events: EventLog,
         alarm: Alarm,
         room: Room,
     ) -> None:

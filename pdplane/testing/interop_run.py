@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import attrs
 
@@ -24,6 +24,7 @@ from pdplane.kv.arena import Arena
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import logical_slots
 from pdplane.messages import StatusCode
+from pdplane.net import JsonLines, listen
 from pdplane.plane.config import DecodeConfig, PrefillConfig
 from pdplane.plane.decode import DecodePlane
 from pdplane.plane.prefill import PrefillPlane
@@ -220,19 +221,15 @@ def _rooms(text: str) -> tuple[Room, ...]:
 # ---- What the interop peer prints: one JSON object a line, with the seconds since the start
 
 
-class Events:
-    """Standard output, or another stream; any thread may print."""
+class EventLog:
+    """Lines on standard output, or whatever `send` does with them; any thread may write."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+    def __init__(self, send: Callable[[object], None] | None = None) -> None:
+        self._send = send or JsonLines(writer=sys.stdout).send
         self._started = time.monotonic()
-        self._lock = threading.Lock()
 
     def __call__(self, event: str, **values: object) -> None:
-        line = {"event": event, "t": round(self.now, 6), **values}
-        with self._lock:
-            self._stream.write(json.dumps(line) + "\n")
-            self._stream.flush()
+        self._send({"event": event, "t": round(self.now, 6), **values})
 
     @property
     def now(self) -> float:
@@ -276,25 +273,23 @@ def join_ranks(where: Endpoint, tp_size: int, tp_rank: int) -> Reduce:
 
 
 class _Line:
-    """JSON lines over one connection."""
+    """Lists of states over one connection."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(_PATIENCE_S)
-        self._connection = connection
-        self._reader = connection.makefile("rb")
+        connection.settimeout(None)
+        self._connection, self._lines = connection, JsonLines(connection, connection)
 
     def send(self, states: Sequence[int]) -> None:
-        self._connection.sendall(json.dumps(list(states)).encode() + b"\n")
+        self._lines.send(list(states))
 
     def receive(self) -> list[int]:
-        line = self._reader.readline()
-        if not line:
-            raise ConnectionResetError("the rank is gone")
-        found: Any = json.loads(line)
+        try:
+            found: Any = self._lines.receive(_PATIENCE_S)
+        except EOFError:
+            raise ConnectionResetError("the rank is gone") from None
         return [int(state) for state in found]
 
     def close(self) -> None:
-        self._reader.close()
         self._connection.close()
 
 
@@ -340,8 +335,7 @@ class _Member:
 
 
 def _gather(where: Endpoint, tp_size: int) -> _Leader:
-    family = socket.AF_INET6 if where.is_ipv6 else socket.AF_INET
-    with socket.create_server((where.host, where.port), family=family) as server:
+    with listen(where) as server:
         server.settimeout(_PATIENCE_S)
         return _Leader([_Line(server.accept()[0]) for _ in range(tp_size - 1)])
 
@@ -417,7 +411,7 @@ def drive(
         run.outcome = run.outcome or "timeout"
 
 
-def finish(events: Events, role: str, runs: Sequence[Run], expect: str, **more: object) -> bool:
+def finish(events: EventLog, role: str, runs: Sequence[Run], expect: str, **more: object) -> bool:
     """Print the last event; whether every room ended as expected."""
     events("done", role=role, rooms={str(run.room): run.outcome for run in runs}, **more)
     return all(run.outcome == expect for run in runs)

@@ -21,6 +21,7 @@ from pdplane.errors import WireError
 from pdplane.ids import Endpoint
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
+from pdplane.net import Wakeup
 from pdplane.transport import vector as iovec
 from pdplane.transport.framing import (
     FROM_RECEIVER,
@@ -134,34 +135,6 @@ LOCAL_BUFFER_BYTES = 256 << 10  # on one host larger ones leave the processor's 
 _SCRATCH_BYTES = 256 << 10
 _DONT_WAIT = socket.MSG_DONTWAIT
 _ENDED = "the peer closed the connection"
-
-
-class Wakeup:
-    """Ends another thread's `poll`: a pair of sockets, of which the poller registers `descriptor`."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.settimeout(0)
-        self._writer.settimeout(0)
-        self._lock = threading.Lock()
-        self.descriptor = self._reader.fileno()
-
-    def wake(self) -> None:
-        """Make the descriptor readable; safe at any time from any thread."""
-        # A full buffer is a wake-up already, and after `close` nobody waits.
-        with self._lock, contextlib.suppress(OSError):
-            self._writer.send(b"\0")
-
-    def clear(self) -> None:
-        """Forget wakes until now."""
-        with contextlib.suppress(BlockingIOError):
-            while self._reader.recv(4096):
-                pass
-
-    def close(self) -> None:
-        with self._lock:
-            self._reader.close()
-            self._writer.close()
 
 
 class Link:

@@ -25,11 +25,12 @@ from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint, Generation, Life, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
+from pdplane.net import Wakeup
 from pdplane.security import Secret
 from pdplane.transport.fence import Fence
 from pdplane.transport.framing import Header, Kind
 from pdplane.transport.greeting import Accepted
-from pdplane.transport.line import Dial, Wakeup
+from pdplane.transport.line import Dial
 from pdplane.transport.receiver import ReceiverSnapshot
 from pdplane.transport.reports import OnReport, TransportOptions
 

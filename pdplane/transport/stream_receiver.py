@@ -5,26 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
 import socket
 import threading
 from collections import Counter
 
 import attrs
 
-from pdplane.errors import ConfigError, LocalProtocolError, WireError
+from pdplane.errors import LocalProtocolError, WireError
 from pdplane.ids import Endpoint, Life, SessionId
+from pdplane.net import Acceptor, listen
 from pdplane.security import Secret
 from pdplane.transport.fence import Fence
 from pdplane.transport.greeting import PULL, UNIX, Attach, decode_attach, encode_attached
-from pdplane.transport.line import Link, Wakeup
+from pdplane.transport.line import Link
 from pdplane.transport.pull import PeerMemory
 from pdplane.transport.receiver import HALF_OPEN, Connection, Greeted, ReceiverSnapshot, Reception
 from pdplane.transport.reports import OnReport, TransportOptions
 from pdplane.transport.unix_socket import UnixListener, open_unix_listener
-
-_BACKLOG = 128
-_EXHAUSTED_PAUSE_MS = 200  # out of descriptors: the connection stays in the backlog, and `poll` would spin
 
 
 class StreamReceiver:
@@ -48,10 +45,8 @@ class StreamReceiver:
         self._options = options
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
-        self._listener: socket.socket | None = None
+        self._acceptor: Acceptor | None = None
         self._unix: UnixListener | None = None
-        self._wakeup: Wakeup | None = None
-        self._thread: threading.Thread | None = None
 
     @property
     def endpoint(self) -> Endpoint:
@@ -63,18 +58,15 @@ class StreamReceiver:
 
     def start(self, advertise_host: str | None = None) -> SessionId:
         """Bind and accept. Raises ConfigError naming the address."""
-        if self._listener is not None or self._reception.closing:
+        if self._acceptor is not None or self._reception.closing:
             raise LocalProtocolError("a receiver starts once")
-        self._listener = _listening(self._listen)
-        self._listen = Endpoint(self._listen.host, self._listener.getsockname()[1])
+        listener = listen(self._listen)
+        self._listen = Endpoint(self._listen.host, listener.getsockname()[1])
         session = self._reception.name_session(Endpoint(advertise_host or self._listen.host, self._listen.port))
         self._unix = open_unix_listener() if UNIX in self._ways else None
-        self._wakeup = Wakeup()
-        listeners = [self._listener] if self._unix is None else [self._listener, self._unix.listener]
-        self._thread = threading.Thread(
-            target=self._accept, args=(listeners, self._wakeup), name=f"accept {self._listen}", daemon=True
-        )
-        self._thread.start()
+        listeners = [listener] if self._unix is None else [listener, self._unix.listener]
+        self._acceptor = Acceptor(listeners, self._admit, name=f"accept {self._listen}", exhausted=self._exhausted)
+        self._acceptor.start()
         return session
 
     def snapshot(self) -> ReceiverSnapshot:
@@ -85,13 +77,10 @@ class StreamReceiver:
     def close(self) -> None:
         """End every connection and join every thread; idempotent."""
         self._reception.closing = True
-        if self._wakeup is not None and self._thread is not None and self._listener is not None:
-            self._wakeup.wake()
-            self._thread.join()
-            self._listener.close()
-            self._wakeup.close()
-            if self._unix is not None:
-                self._unix.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
+        if self._unix is not None:
+            self._unix.close()
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -100,31 +89,10 @@ class StreamReceiver:
             with contextlib.suppress(TimeoutError):
                 connection.end("the receiver was closed")
 
-    def _accept(self, listeners: list[socket.socket], wakeup: Wakeup) -> None:
-        poll, pause = select.poll(), select.poll()
-        for listener in listeners:
-            poll.register(listener.fileno(), select.POLLIN)
-        poll.register(wakeup.descriptor, select.POLLIN)
-        pause.register(wakeup.descriptor, select.POLLIN)
-        while not self._reception.closing:
-            ready = dict(poll.poll())
-            for listener in listeners:
-                if listener.fileno() in ready and not self._accept_one(listener):
-                    pause.poll(_EXHAUSTED_PAUSE_MS)
+    def _exhausted(self) -> None:
+        self._reception.count("out_of_descriptors")
 
-    def _accept_one(self, listener: socket.socket) -> bool:
-        """Accept one connection; return False when the process is out of descriptors."""
-        try:
-            connected, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return True
-        except OSError:
-            self._reception.count("out_of_descriptors")
-            return False
-        self._admit(connected)
-        return True
-
-    def _admit(self, connected: socket.socket) -> None:
+    def _admit(self, connected: socket.socket, _address: object) -> None:
         with self._lock:
             half_open = sum(connection.half_open for connection in self._connections)
             full = len(self._connections) >= self._options.max_connections or half_open >= self._options.max_half_open
@@ -177,17 +145,3 @@ class StreamReceiver:
     def _forget(self, connection: Connection) -> None:
         with self._lock:
             self._connections.discard(connection)
-
-
-def _listening(listen: Endpoint) -> socket.socket:
-    family = socket.AF_INET6 if listen.is_ipv6 else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((listen.host, listen.port))
-        listener.listen(_BACKLOG)
-        listener.settimeout(0)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {listen}: {error.strerror or error}") from error
-    return listener

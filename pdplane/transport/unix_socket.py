@@ -16,11 +16,12 @@ from pathlib import Path
 
 import attrs
 
+from pdplane.net import listen_on
+
 logger = logging.getLogger(__name__)
 
 ABSTRACT = sys.platform == "linux"
 _MARK = "@"  # how the greeting writes the zero byte before an abstract name
-_BACKLOG = 128
 
 
 @attrs.frozen(eq=False)
@@ -48,21 +49,9 @@ def open_unix_listener() -> UnixListener | None:
     try:
         folder = None if ABSTRACT else tempfile.mkdtemp(prefix="pdplane-")  # mode 0700
         path = f"{_MARK}pdplane-{secrets.token_hex(16)}" if folder is None else str(Path(folder) / "data")
-        return UnixListener(_listening(address_of(path)), path, folder)
+        return UnixListener(listen_on(socket.AF_UNIX, address_of(path)), path, folder)
     except OSError as error:  # no folder, or a path beyond the 104 or 108 bytes of an address
         logger.warning("no Unix socket, peers of this host stay on tcp: %s", error)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         return None
-
-
-def _listening(address: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-        listener.settimeout(0)
-    except OSError:
-        listener.close()
-        raise
-    return listener

@@ -27,7 +27,7 @@ from pdplane.errors import LocalProtocolError, WireError
 from pdplane.ids import FieldId, GroupId
 from pdplane.kv.layout import HISTORY, Field, Group, GroupSpec, Layout, Partition, Plane, validate_layout
 from pdplane.kv.manifest import Manifest, ManifestGroup
-from pdplane.wire.fields import Value, parse, write
+from pdplane.net import JsonValue, parse_json, write_json
 from pdplane.wire.frames import MAX_LAYOUT, MAX_MANIFEST
 
 _PLAN_NUMBERS = ("prefix_granularity", "lcm_block_bytes", "num_lcm_blocks")
@@ -43,7 +43,7 @@ def encode_layout(layout: Layout) -> bytes:
     for name in ("groups", "planes", "fields"):
         plan[name] = [attrs.asdict(entry) for entry in getattr(layout, name)]
     schema = [{"field_id": field_id, "partition": attrs.asdict(partition)} for field_id, partition in layout.partitions]
-    data = write(
+    data = write_json(
         {
             "plan": plan,
             "group_specs": [attrs.asdict(spec) for spec in layout.group_specs],
@@ -64,7 +64,7 @@ def decode_layout(data: bytes) -> Layout:
 
 def parse_layout(data: bytes) -> Layout:
     """Parse, and check the form but not the geometry. Raises WireError."""
-    root = parse(data, "layout", MAX_LAYOUT)
+    root = parse_json(data, "layout", MAX_LAYOUT)
     plan = root.member("plan")
     return Layout(
         **{name: plan.member(name).whole(1) for name in _PLAN_NUMBERS},
@@ -83,7 +83,7 @@ def _keys(kind: type[Any]) -> frozenset[str]:
 _GROUP_KEYS, _PLANE_KEYS, _FIELD_KEYS, _SPEC_KEYS = map(_keys, (Group, Plane, Field, GroupSpec))
 
 
-def _group(entry: Value) -> Group:
+def _group(entry: JsonValue) -> Group:
     entry.only(_GROUP_KEYS)
     return Group(
         GroupId(entry.member("group_id").text()),
@@ -92,7 +92,7 @@ def _group(entry: Value) -> Group:
     )
 
 
-def _plane(entry: Value) -> Plane:
+def _plane(entry: JsonValue) -> Plane:
     entry.only(_PLANE_KEYS)
     return Plane(
         entry.member("plane_id").text(),
@@ -101,7 +101,7 @@ def _plane(entry: Value) -> Plane:
     )
 
 
-def _field(entry: Value) -> Field:
+def _field(entry: JsonValue) -> Field:
     entry.only(_FIELD_KEYS)
     return Field(
         GroupId(entry.member("group_id").text()),
@@ -114,7 +114,7 @@ def _field(entry: Value) -> Field:
     )
 
 
-def _spec(entry: Value) -> GroupSpec:
+def _spec(entry: JsonValue) -> GroupSpec:
     entry.only(_SPEC_KEYS)
     family, policy = entry.optional("family"), entry.optional("transfer_policy")
     return GroupSpec(
@@ -129,12 +129,12 @@ def _spec(entry: Value) -> GroupSpec:
     )
 
 
-def _optional_whole(entry: Value, key: str) -> int | None:
+def _optional_whole(entry: JsonValue, key: str) -> int | None:
     value = entry.optional(key)
     return None if value is None else value.whole(1)
 
 
-def _partition(entry: Value) -> tuple[FieldId, Partition]:
+def _partition(entry: JsonValue) -> tuple[FieldId, Partition]:
     partition = entry.member("partition")
     return FieldId(entry.member("field_id").text()), Partition(
         partition.member("axis").whole(),
@@ -148,7 +148,7 @@ def _partition(entry: Value) -> tuple[FieldId, Partition]:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return canonical bytes; raise LocalProtocolError beyond 2 MiB."""
-    data = write(attrs.asdict(manifest))
+    data = write_json(attrs.asdict(manifest))
     if len(data) > MAX_MANIFEST:
         raise LocalProtocolError(f"the manifest's JSON has {len(data)} bytes, more than {MAX_MANIFEST}")
     return data
@@ -156,7 +156,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def decode_manifest(data: bytes) -> Manifest:
     """Parse, and check the form. Raises WireError, which names the value at fault."""
-    root = parse(data, "manifest", MAX_MANIFEST)
+    root = parse_json(data, "manifest", MAX_MANIFEST)
     return Manifest(
         tuple(_manifest_group(entry) for entry in root.member("groups").items()),
         root.member("prefix_len").whole(),
@@ -164,5 +164,5 @@ def decode_manifest(data: bytes) -> Manifest:
     )
 
 
-def _manifest_group(entry: Value) -> ManifestGroup:
+def _manifest_group(entry: JsonValue) -> ManifestGroup:
     return ManifestGroup(GroupId(entry.member("group_id").text()), entry.member("block_ids").wholes())

@@ -28,7 +28,8 @@ from pdplane.messages import (
     UnknownSession,
     Window,
 )
-from pdplane.wire.fields import MAX_U64, Value, parse, write
+from pdplane.net import JsonValue, parse_json, write_json
+from pdplane.wire.fields import MAX_U64
 from pdplane.wire.frames import MAX_SESSION
 
 NOTICE_MARKER = b"pdplane/1"
@@ -37,41 +38,41 @@ MAX_CAUSE = 2048
 MAX_FACTS = 64
 _FRAMES = 3
 
-Reader = Callable[[Value], object]
+Reader = Callable[[JsonValue], object]
 
 
-def _id(value: Value) -> str:
+def _id(value: JsonValue) -> str:
     return value.text(128)
 
 
-def _hash(value: Value) -> str:
+def _hash(value: JsonValue) -> str:
     return value.text(128, low=0)
 
 
-def _session(value: Value) -> str:
+def _session(value: JsonValue) -> str:
     return value.text(MAX_SESSION)
 
 
-def _cause(value: Value) -> str:
+def _cause(value: JsonValue) -> str:
     return value.text(MAX_CAUSE, low=0)
 
 
-def _room(value: Value) -> int:
+def _room(value: JsonValue) -> int:
     return value.whole(0, MAX_ROOM)
 
 
-def _generation(value: Value) -> int:
+def _generation(value: JsonValue) -> int:
     return value.whole(0, MAX_U64)
 
 
-def _facts(value: Value) -> tuple[tuple[str, str], ...]:
+def _facts(value: JsonValue) -> tuple[tuple[str, str], ...]:
     pairs = [tuple(part.text(512, low=0) for part in pair.items()) for pair in value.items()]
     if len(pairs) > MAX_FACTS or any(len(pair) != 2 for pair in pairs):
         value.refuse(f"must be at most {MAX_FACTS} pairs of texts")
     return tuple((pair[0], pair[1]) for pair in pairs)
 
 
-def _fingerprint(value: Value) -> Fingerprint:
+def _fingerprint(value: JsonValue) -> Fingerprint:
     return Fingerprint(_facts(value.member("required")), _facts(value.member("advisory")))
 
 
@@ -103,7 +104,7 @@ def encode_notice(notice: Notice) -> list[bytes]:
     for key in _FREE_TEXT:
         if key in body:
             body[key] = str(body[key]).encode("utf-8", "replace").decode("utf-8")[:MAX_CAUSE]
-    frames = [NOTICE_MARKER, name.encode("ascii"), write(body)]
+    frames = [NOTICE_MARKER, name.encode("ascii"), write_json(body)]
     try:
         decode_notice(frames)  # what we cannot read ourselves, no peer can
     except WireError as error:
@@ -124,5 +125,5 @@ def decode_notice(frames: Sequence[bytes]) -> Notice:
     if name not in _KINDS:
         raise WireError("kind", f"unknown notice {name[:64]!a}")
     kind, readers = _KINDS[name]
-    body = parse(frames[2], name, MAX_BODY)
+    body = parse_json(frames[2], name, MAX_BODY)
     return kind(**{key: read(body.member(key)) for key, read in readers.items()})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
-import select
 import socket
 import threading
 import time
@@ -16,7 +15,7 @@ import numpy as np
 
 from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint
-from pdplane.transport.line import Wakeup
+from pdplane.net import Acceptor, listen
 
 _CHUNK_BYTES = 4 << 20  # one system call at most, so that the stall limit is a limit on progress
 _ENDED = "the peer closed the connection"
@@ -120,8 +119,6 @@ class BoundedSocket:
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-_BACKLOG = 128
-_PAUSE_MS = 200  # out of descriptors: the connection stays in the backlog, and `poll` would spin
 _log = logging.getLogger(__name__)
 
 
@@ -161,9 +158,7 @@ class Listener:
         self._max_connections, self._stall_s, self._allow = max_connections, stall_s, tuple(allow)
         self._lock = threading.Lock()
         self._lines: dict[threading.Thread, BoundedSocket] = {}
-        self._listener: socket.socket | None = None
-        self._wakeup: Wakeup | None = None
-        self._thread: threading.Thread | None = None
+        self._acceptor: Acceptor | None = None
         self._closing = False
         self.accepted = 0
         self.refused = 0
@@ -180,29 +175,25 @@ class Listener:
 
     def start(self) -> Endpoint:
         """Bind and accept. Raises ConfigError naming the address."""
-        if self._listener is not None or self._closing:
+        if self._acceptor is not None or self._closing:
             raise LocalProtocolError("a listener starts once")
-        self._listener = _listening(self._listen)
-        self._listen = Endpoint(self._listen.host, self._listener.getsockname()[1])
-        self._wakeup = Wakeup()
-        self._thread = threading.Thread(
-            target=self._accept, args=(self._listener, self._wakeup), name=f"{self._name} {self._listen}", daemon=True
-        )
-        self._thread.start()
+        listener = listen(self._listen)
+        self._listen = Endpoint(self._listen.host, listener.getsockname()[1])
+        self._acceptor = Acceptor([listener], self._admit, name=f"{self._name} {self._listen}")
+        self._acceptor.start()
         return self._listen
 
     def stop(self) -> None:
         """Accept no more; returns at once, and any thread may call it."""
         self._closing = True
-        if self._wakeup is not None:
-            self._wakeup.wake()
+        if self._acceptor is not None:
+            self._acceptor.stop()
 
     def close(self) -> None:
         """Stop, end every connection and join every thread; idempotent. Not for a thread that serves a connection."""
         self.stop()
-        if self._wakeup is not None and self._thread is not None:
-            self._thread.join()
-            self._wakeup.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         with self._lock:
             running = dict(self._lines)
         for line in running.values():
@@ -210,27 +201,9 @@ class Listener:
         for thread in running:
             thread.join()
 
-    def _accept(self, listener: socket.socket, wakeup: Wakeup) -> None:
-        with listener:
-            self._accept_until_stopped(listener, wakeup)
-
-    def _accept_until_stopped(self, listener: socket.socket, wakeup: Wakeup) -> None:
-        poll, pause = select.poll(), select.poll()
-        poll.register(listener.fileno(), select.POLLIN)
-        poll.register(wakeup.descriptor, select.POLLIN)
-        pause.register(wakeup.descriptor, select.POLLIN)
-        while not self._closing:
-            poll.poll()
-            try:
-                connected, address = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                continue
-            except OSError:
-                pause.poll(_PAUSE_MS)
-                continue
-            self._admit(connected, str(address[0]), int(address[1]))
-
-    def _admit(self, connected: socket.socket, host: str, port: int) -> None:
+    def _admit(self, connected: socket.socket, address: object) -> None:
+        assert isinstance(address, tuple), "an internet address"
+        host, port = str(address[0]), int(address[1])
         full = self.connections >= self._max_connections
         if full or self._closing or (self._allow and not is_inside(host, self._allow)):
             self.refused += 1
@@ -256,17 +229,3 @@ class Listener:
             line.close()
             with self._lock:
                 self._lines.pop(threading.current_thread(), None)
-
-
-def _listening(listen: Endpoint) -> socket.socket:
-    family = socket.AF_INET6 if listen.is_ipv6 else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((listen.host, listen.port))
-        listener.listen(_BACKLOG)
-        listener.settimeout(0)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {listen}: {error.strerror or error}") from error
-    return listener

@@ -150,9 +150,9 @@ GOOD = {"prefill_tp_size": 1, "prefill_dp_size": 1, "cache_layout": "{}"}
     [
         (401, '{"error": {"message": "no token"}}', "no token"),
         (404, "404: Not Found", "404"),
-        (200, "hello", "not JSON"),
-        (200, "[" * 100_000, "not JSON"),
-        (200, "[]", "not a JSON object"),
+        (200, "hello", "not valid JSON"),
+        (200, "[" * 100_000, "nested too deeply"),
+        (200, "[]", "must be a JSON object"),
         (200, "x" * (2 << 20), "longer than"),
         (200, json.dumps(GOOD | {"prefill_tp_size": True}), "prefill_tp_size"),
         (200, json.dumps(GOOD | {"prefill_tp_size": 10**9}), "prefill_tp_size"),

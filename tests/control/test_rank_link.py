@@ -17,6 +17,7 @@ from pdplane.control import ranks as rank_link
 from pdplane.control.ranks import Message, RankLink, RankListener, connect_rank
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
+from pdplane.net import json_line
 from tests.waiting import PATIENCE_S
 
 
@@ -105,7 +106,19 @@ def test_whoever_parts_has_said_so_before_the_other_side_can_answer(
     assert not to_one.lost.done()
 
 
-@pytest.mark.parametrize("line", ["nonsense\n", "word 1\n", "é 1\n", "", "{word} 0\n", "{word} 3\n", "{word} one\n"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense\n",
+        '["word", 1]\n',
+        '["é", 1]\n',
+        "",
+        '["{word}", 0]\n',
+        '["{word}", 3]\n',
+        '["{word}", "one"]\n',
+        "[" * 65,
+    ],
+)
 def test_strangers_are_not_let_in(line: str) -> None:
     with closing(RankListener("127.0.0.1")) as listener, ThreadPoolExecutor(1) as other:
         address = Endpoint("127.0.0.1", listener.port)
@@ -127,7 +140,7 @@ def stuck() -> Iterator[tuple[End, socket.socket]]:
     with closing(RankListener("127.0.0.1")) as listener, ThreadPoolExecutor(1) as other:
         accepted = other.submit(listener.accept, 2)
         with closing(socket.create_connection(("127.0.0.1", listener.port), PATIENCE_S)) as rank_1:
-            rank_1.sendall(f"{listener.word} 1\n".encode())
+            rank_1.sendall(json_line([listener.word, 1]))
             (link,) = accepted.result(PATIENCE_S)
             with closing(link):
                 yield End(link), rank_1
@@ -168,7 +181,7 @@ def test_a_link_closes_at_once_though_much_waits(stuck: tuple[End, socket.socket
 def test_what_is_no_line_of_ours_ends_the_connection(ends: list[End]) -> None:
     to_one, _, one, _ = ends
     one.link._socket.sendall(b"[1, 2\n")
-    assert "no line" in to_one.lost.result(PATIENCE_S)
+    assert "no JSON" in to_one.lost.result(PATIENCE_S)
 
 
 def test_rank_0_that_is_not_there_is_named() -> None:

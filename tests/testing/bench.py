@@ -15,7 +15,7 @@ import attrs
 import pytest
 
 from pdplane.testing.interop_peer import ROLES
-from pdplane.testing.interop_run import Events, parse
+from pdplane.testing.interop_run import EventLog, parse
 
 PATIENCE_S = 60.0
 NATIVE = ("--channel", "native", "--transport", "auto")
@@ -103,32 +103,28 @@ class ThreadedPeer:
     """The same inside this process: quicker to start, and without an exit code of its own."""
 
     def __init__(self, role: str, *words: str) -> None:
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._lines: list[str] = []
+        self._said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._lines: list[dict[str, Any]] = []
         self._good: list[bool] = []
         options = parse([role, *words])
-        self._thread = threading.Thread(target=lambda: self._good.append(ROLES[role](options, Events(self))))
+        self._thread = threading.Thread(target=lambda: self._good.append(ROLES[role](options, EventLog(self._take))))
         self._thread.start()
 
-    def write(self, text: str) -> None:
-        self._said.put(text)
-
-    def flush(self) -> None:
-        """Every line is whole."""
+    def _take(self, value: object) -> None:
+        self._said.put(json.loads(json.dumps(value)))
 
     def hear(self, event: str) -> dict[str, Any]:
         while True:
             self._lines.append(self._said.get(timeout=PATIENCE_S))
-            found: dict[str, Any] = json.loads(self._lines[-1])
-            if found["event"] == event:
-                return found
+            if self._lines[-1]["event"] == event:
+                return self._lines[-1]
 
     def end(self) -> Said:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         while not self._said.empty():
             self._lines.append(self._said.get())
-        return Said(0 if self._good == [True] else 1, tuple(map(json.loads, self._lines)), "")
+        return Said(0 if self._good == [True] else 1, tuple(self._lines), "")
 
     def __exit__(self, *_: object) -> None:
         self._thread.join(PATIENCE_S)

@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 
 from pdplane.errors import IncompatibleCache, WireError
-from pdplane.wire.fields import Value, parse
+from pdplane.net import JsonValue, parse_json
 from pdplane.workers.cache.saved import SavedCache, SavedTensor
 
 FORMAT = "pdplane-cache/1"
@@ -105,7 +105,7 @@ def decode_cache_file(data: bytes | bytearray | memoryview) -> CacheFile:
     length = int.from_bytes(view[:8], "little")
     if len(view) < 8 or length > min(len(view) - 8, MAX_HEADER_BYTES):
         raise WireError("cache", f"a cache header of {length} bytes in a payload of {len(view)}")
-    header = parse(bytes(view[8 : 8 + length]), "cache", MAX_HEADER_BYTES)
+    header = parse_json(bytes(view[8 : 8 + length]), "cache", MAX_HEADER_BYTES)
     metadata = header.member("__metadata__")
     _check_format(metadata)
     tensors = _read_tensors(header, view[8 + length :])
@@ -115,7 +115,7 @@ def decode_cache_file(data: bytes | bytearray | memoryview) -> CacheFile:
     return CacheFile(_read_manifest(metadata), caches)
 
 
-def _check_format(metadata: Value) -> None:
+def _check_format(metadata: JsonValue) -> None:
     found = metadata.optional("format")
     if found is None or found.json != FORMAT:
         raise IncompatibleCache("format", FORMAT, "none" if found is None else str(found.json)[:80])
@@ -127,7 +127,7 @@ def _metadata(file: CacheFile) -> dict[str, str]:
     return {"format": FORMAT, **facts, "caches": json.dumps(caches, separators=(",", ":"))}
 
 
-def _read_manifest(metadata: Value) -> CacheManifest:
+def _read_manifest(metadata: JsonValue) -> CacheManifest:
     texts = {
         field.name: metadata.member(field.name).text(4096, low=0)
         for field in attrs.fields(CacheManifest)
@@ -140,12 +140,12 @@ def _read_manifest(metadata: Value) -> CacheManifest:
     return CacheManifest(token_count=int(number), **texts)
 
 
-def _entries(metadata: Value) -> list[Value]:
+def _entries(metadata: JsonValue) -> list[JsonValue]:
     text = metadata.member("caches").text(MAX_HEADER_BYTES)
-    return parse(f'{{"caches":{text}}}'.encode(), "cache", MAX_HEADER_BYTES + 16).member("caches").items()
+    return parse_json(f'{{"caches":{text}}}'.encode(), "cache", MAX_HEADER_BYTES + 16).member("caches").items()
 
 
-def _read_cache(entry: Value, tensors: dict[str, SavedTensor]) -> SavedCache:
+def _read_cache(entry: JsonValue, tensors: dict[str, SavedTensor]) -> SavedCache:
     parts = entry.items()
     if len(parts) != 3:
         entry.refuse("must hold a place, a class and numbers")
@@ -158,7 +158,7 @@ def _read_cache(entry: Value, tensors: dict[str, SavedTensor]) -> SavedCache:
     return SavedCache(place, class_name, counts, tuple(tensors.pop(name) for name in own))
 
 
-def _read_tensors(header: Value, body: memoryview) -> dict[str, SavedTensor]:
+def _read_tensors(header: JsonValue, body: memoryview) -> dict[str, SavedTensor]:
     if not isinstance(header.json, dict):
         header.refuse("must be an object")
     found: dict[str, SavedTensor] = {}
@@ -174,7 +174,7 @@ def _read_tensors(header: Value, body: memoryview) -> dict[str, SavedTensor]:
     return found
 
 
-def _span(described: Value, start: int, limit: int) -> tuple[int, int]:
+def _span(described: JsonValue, start: int, limit: int) -> tuple[int, int]:
     offsets = described.member("data_offsets")
     pair = offsets.wholes()
     if len(pair) != 2 or pair[0] != start or not start <= pair[1] <= limit:
@@ -182,7 +182,7 @@ def _span(described: Value, start: int, limit: int) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def _read_tensor(name: str, described: Value, body: memoryview) -> SavedTensor:
+def _read_tensor(name: str, described: JsonValue, body: memoryview) -> SavedTensor:
     dtype = described.member("dtype")
     code = dtype.text()
     if code not in _BITS:

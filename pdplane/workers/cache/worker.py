@@ -13,7 +13,7 @@ import attrs
 
 from pdplane.errors import IncompatibleCache, PdplaneError, WireError
 from pdplane.ids import Endpoint
-from pdplane.wire.fields import Json
+from pdplane.net import Json
 from pdplane.workers.cache import codecs
 from pdplane.workers.cache.codecs import LOSSY
 from pdplane.workers.cache.model import CacheModel

@@ -13,7 +13,7 @@ import attrs
 
 from pdplane.errors import LocalProtocolError, SessionLost, WireError
 from pdplane.ids import Endpoint
-from pdplane.wire.fields import Json
+from pdplane.net import Json
 from pdplane.workers.listener import BoundedSocket, bytes_of
 
 MAGIC = b"WP30"

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdplane.errors import WireError
-from pdplane.wire.fields import Value
+from pdplane.net import JsonValue
 from pdplane.workers.experts.store import ExpertLayer, ExpertStore
 from pdplane.workers.experts.switch import ExpertCall
 from pdplane.workers.experts.tx1 import Message
@@ -68,7 +68,7 @@ class ExecRequest:
     convert: bool
 
 
-def read_dtype(header: Value) -> str | None:
+def read_dtype(header: JsonValue) -> str | None:
     """The dtype that a message names, None when it names none. Raises WireError."""
     found = header.optional("dtype")
     if found is not None and (not isinstance(found.json, str) or found.json not in DTYPES):
@@ -118,7 +118,7 @@ def read_assignments(message: Message, store: ExpertStore, capacity: int) -> tup
     return found, listed
 
 
-def _is_grouped(value: Value | None, expert_of: npt.NDArray[np.int64]) -> bool:
+def _is_grouped(value: JsonValue | None, expert_of: npt.NDArray[np.int64]) -> bool:
     if value is None:
         return False
     if type(value.json) is not bool:
@@ -128,35 +128,35 @@ def _is_grouped(value: Value | None, expert_of: npt.NDArray[np.int64]) -> bool:
     return bool(value.json)
 
 
-def _layer(value: Value, store: ExpertStore) -> ExpertLayer:
+def _layer(value: JsonValue, store: ExpertStore) -> ExpertLayer:
     number = value.whole()
     if number not in store.layers:
         value.refuse(f"{number} has no experts")
     return store.layers[number]
 
 
-def _number(text: str, where: Value) -> Value:
+def _number(text: str, where: JsonValue) -> JsonValue:
     """A key of a JSON object as a number; only the plain spelling, so that two keys never mean one layer."""
     if not (text.isascii() and text.isdecimal()) or len(text) > 9 or str(int(text)) != text:
         where.refuse(f"has the key {text[:40]!a}, which is no layer")
-    return Value(int(text), f"{where.path}.{text}")
+    return JsonValue(int(text), f"{where.path}.{text}")
 
 
-def _expert(item: Value, layer: ExpertLayer) -> int:
+def _expert(item: JsonValue, layer: ExpertLayer) -> int:
     # Old coordinators may list experts as texts: they read them out of JSON keys.
     json = item.json
     found = int(json) if isinstance(json, str) and json.isascii() and json.isdecimal() and len(json) < 10 else json
-    return Value(found, item.path).whole(0, layer.num_experts - 1)
+    return JsonValue(found, item.path).whole(0, layer.num_experts - 1)
 
 
-def _pairs(value: Value, rows: int, num_experts: int) -> npt.NDArray[np.int64]:
+def _pairs(value: JsonValue, rows: int, num_experts: int) -> npt.NDArray[np.int64]:
     pairs: Sequence[object] = value.array()
     if any(type(pair) is not list or len(pair) != 2 for pair in pairs):
         value.refuse("must hold pairs of a row and an expert")
     numbers = [number for pair in pairs if isinstance(pair, list) for number in pair]
     if any(type(number) is not int for number in numbers):
         value.refuse("must hold whole numbers only")
-    flat = Value(numbers, value.path).wholes()
+    flat = JsonValue(numbers, value.path).wholes()
     found = np.array(flat, np.int64).reshape(-1, 2)
     for column, limit, name in ((0, rows, "rows"), (1, num_experts, "experts")):
         if len(found) and int(found[:, column].max()) >= limit:

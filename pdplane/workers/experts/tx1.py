@@ -34,7 +34,7 @@ from typing import Self
 import attrs
 
 from pdplane.errors import ConfigError, LocalProtocolError, WireError
-from pdplane.wire.fields import Value, parse
+from pdplane.net import JsonValue, parse_json
 from pdplane.workers.listener import BoundedSocket, bytes_of
 
 VERSION = 1
@@ -118,7 +118,7 @@ class Message:
     """A frame whose tag was right."""
 
     kind: str
-    header: Value
+    header: JsonValue
     payload: memoryview
 
 
@@ -217,7 +217,7 @@ class Opener:
         kind = text[: lengths.kind].decode("ascii", "replace")
         if not _KIND.match(kind):
             raise WireError("kind", f"the kind {kind[:MAX_KIND_BYTES]!a}")
-        return Message(kind, parse(text[lengths.kind :], "header", self._limits.header_bytes), payload)
+        return Message(kind, parse_json(text[lengths.kind :], "header", self._limits.header_bytes), payload)
 
 
 def _keys(token: Tx1Token, transcript: bytes, proof: bytes) -> Keys:

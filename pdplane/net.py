@@ -1,0 +1,350 @@
+"""Sockets, wake-ups and JSON as every layer above uses them: one way each.
+
+`listen` and `Acceptor` accept connections, `Wakeup` ends another thread's poll, `JsonLines` speaks JSON over a pipe or
+a socket, and `JsonValue` reads the fields of JSON that somebody else wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn, Protocol, TypeAlias
+
+import attrs
+
+from pdplane.errors import ConfigError, WireError
+from pdplane.ids import Endpoint
+
+_BACKLOG = 512
+_EXHAUSTED_PAUSE_MS = 200  # out of descriptors: the connection stays in the backlog, and `poll` would spin
+
+
+# ---- Listening
+
+
+def listen(at: Endpoint) -> socket.socket:
+    """Listen for TCP connections at an address or name; the socket does not block. Raises ConfigError naming `at`."""
+    if not at.host:
+        raise ConfigError("an empty host would listen on every interface; name one")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            at.host, at.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return listen_on(family, address)
+    except (OSError, ValueError) as error:  # ValueError: a text that no name can be
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {at.port} on {at.host} is taken by another process") from error
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise ConfigError(f"cannot listen on {at}: {reason or error}") from error
+
+
+def listen_on(family: int, address: tuple[object, ...] | str) -> socket.socket:
+    """Listen at one address of a family; the socket does not block. Raises OSError."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family != socket.AF_UNIX:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        listener.settimeout(0)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class Acceptor:
+    """One thread that accepts the connections of some listening sockets, which it owns.
+
+    `admit(connected, address)` runs on that thread and owns the new socket; it must not wait. `exhausted` is called
+    each time that a connection has to wait because the process has no free file descriptor.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        admit: Callable[[socket.socket, object], None],
+        *,
+        name: str,
+        exhausted: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._listeners, self._admit, self._exhausted = list(listeners), admit, exhausted
+        self._closing = False
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Accept no more; returns at once, any thread."""
+        self._closing = True
+        self._wakeup.wake()
+
+    def close(self) -> None:
+        """Accept no more, join the thread and close the listening sockets; idempotent."""
+        self.stop()
+        self._thread.join()
+        self._wakeup.close()
+        for listener in self._listeners:
+            listener.close()
+
+    def _run(self) -> None:
+        poll, pause = select.poll(), select.poll()
+        for listener in self._listeners:
+            poll.register(listener.fileno(), select.POLLIN)
+        poll.register(self._wakeup.descriptor, select.POLLIN)
+        pause.register(self._wakeup.descriptor, select.POLLIN)
+        while not self._closing:
+            ready = dict(poll.poll())
+            for listener in self._listeners:
+                if listener.fileno() in ready and not self._closing and not self._accept(listener):
+                    self._exhausted()
+                    pause.poll(_EXHAUSTED_PAUSE_MS)
+
+    def _accept(self, listener: socket.socket) -> bool:
+        """Accept one connection; False when the process is out of descriptors."""
+        try:
+            connected, address = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return True
+        except OSError:
+            return False
+        self._admit(connected, address)
+        return True
+
+
+# ---- Waking a thread
+
+
+class Wakeup:
+    """Ends another thread's `poll`: a pair of sockets, of which the poller registers `descriptor`.
+
+    Wakes between two calls of `clear` cost one system call together. So the polling thread calls `clear` first and
+    looks for its work afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.settimeout(0)
+        self._writer.settimeout(0)
+        self._woken = False
+        self._closed = False
+        self._lock = threading.Lock()
+        self.descriptor = self._reader.fileno()
+
+    def wake(self) -> None:
+        """Make the descriptor readable; any thread, at any time."""
+        if self._woken:
+            return
+        self._woken = True
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(OSError):  # full: the other thread is awake already
+                    self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        """Forget the wakes until now."""
+        with contextlib.suppress(OSError):
+            while len(self._reader.recv(4096)) == 4096:
+                pass
+        self._woken = False  # behind the `recv`, so that a wake in between is sent again rather than lost
+
+    def close(self) -> None:
+        """Close both ends; idempotent. The polling thread must have ended."""
+        with self._lock:
+            self._closed = True
+            self._reader.close()
+            self._writer.close()
+
+
+# ---- JSON lines
+
+
+Json: TypeAlias = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
+
+_MAX_LINE = 64 << 20
+
+
+class Stream(Protocol):
+    """A pipe, a socket or a file with a descriptor."""
+
+    def fileno(self) -> int: ...
+
+
+def json_line(value: object) -> bytes:
+    """Return one value as a line."""
+    return json.dumps(value).encode() + b"\n"
+
+
+class JsonLines:
+    """JSON values, one a line, over descriptors that somebody else owns and closes."""
+
+    def __init__(
+        self, reader: Stream | None = None, writer: Stream | None = None, *, max_line: int = _MAX_LINE
+    ) -> None:
+        """Leave out the half that is not used."""
+        self._reader, self._writer, self.max_line = reader, writer, max_line
+        self._lock = threading.Lock()
+        self._received = bytearray()
+
+    def send(self, value: object) -> None:
+        """Send one value whole; any thread. Raises OSError when nobody reads any more."""
+        assert self._writer is not None, "made without a writer"
+        left = memoryview(json_line(value))
+        with self._lock:
+            while left:
+                left = left[os.write(self._writer.fileno(), left) :]
+
+    def receive(self, timeout_s: float | None = None) -> Json:
+        """Return the next value; one thread.
+
+        Raises EOFError at the stream's end, TimeoutError, OSError, and WireError for a line that is no JSON.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while (end := self._received.find(b"\n")) < 0:
+            if len(self._received) > self.max_line:
+                raise WireError("line", f"a line is longer than {self.max_line} bytes")
+            self._received += self._more(deadline_s)
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        try:
+            value: Json = json.loads(line)
+        except (ValueError, RecursionError):
+            raise WireError("line", f"no JSON: {line[:40]!r}") from None
+        return value
+
+    def _more(self, deadline_s: float | None) -> bytes:
+        assert self._reader is not None, "made without a reader"
+        poll = select.poll()
+        poll.register(self._reader.fileno(), select.POLLIN)
+        left_ms = None if deadline_s is None else max(0.0, deadline_s - time.monotonic()) * 1e3
+        if not poll.poll(left_ms):
+            raise TimeoutError("no line came in time")
+        try:
+            more = os.read(self._reader.fileno(), 1 << 16)
+        except BlockingIOError:
+            return b""
+        if not more:
+            raise EOFError("the stream has ended")
+        return more
+
+
+# ---- Strict reading of JSON from a peer: every refusal names the path of the value at fault
+#
+# Any UTF-8, -16 or -32 encoding, key order and whitespace is read, as Python's own loader does. Refused: duplicate
+# keys, NaN and Infinity, numbers of more digits than Python converts (4,300), and nesting deeper than its stack.
+
+
+MAX_WHOLE = 2**63 - 1
+MAX_TEXT = 256
+
+
+@attrs.frozen
+class JsonValue:
+    """A JSON value and its path; the readers below raise WireError(path, ...) when the value is something else."""
+
+    json: Json
+    path: str
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise WireError for this value."""
+        raise WireError(self.path, f"{self.path} {reason}")
+
+    def member(self, key: str) -> JsonValue:
+        """Return a required member of an object."""
+        found = self._object()
+        if key not in found:
+            raise WireError(f"{self.path}.{key}", f"{self.path}.{key} is missing")
+        return JsonValue(found[key], f"{self.path}.{key}")
+
+    def optional(self, key: str) -> JsonValue | None:
+        """Return a member of an object, None when it is absent or null."""
+        found = self._object().get(key)
+        return None if found is None else JsonValue(found, f"{self.path}.{key}")
+
+    def only(self, keys: Collection[str]) -> JsonValue:
+        """Return this object, refused if it has other keys."""
+        for key in self._object():
+            if key not in keys:
+                self.refuse(f"has the unknown key {key[:MAX_TEXT]!a}")
+        return self
+
+    def items(self) -> list[JsonValue]:
+        """Return the items of an array."""
+        return [JsonValue(item, f"{self.path}[{index}]") for index, item in enumerate(self.array())]
+
+    def array(self) -> list[Json]:
+        """Return an array as it is."""
+        if not isinstance(self.json, list):
+            self.refuse("must be an array")
+        return self.json
+
+    def whole(self, low: int = 0, high: int = MAX_WHOLE) -> int:
+        """Return an integer of low..high; a bool or a float is none."""
+        if type(self.json) is not int or not low <= self.json <= high:
+            self.refuse(f"must be a whole number of {low}..{high}")
+        return self.json
+
+    def wholes(self, low: int = 0) -> tuple[int, ...]:
+        """Return an array of integers of low..2**63-1, checked without a Python loop."""
+        array = self.array()
+        numbers = tuple(number for number in array if type(number) is int)
+        if len(numbers) != len(array) or (numbers and not (low <= min(numbers) and max(numbers) <= MAX_WHOLE)):
+            self.refuse(f"must hold whole numbers of {low}..{MAX_WHOLE} only")
+        return numbers
+
+    def text(self, limit: int = MAX_TEXT, *, low: int = 1) -> str:
+        """Return a string of low..limit characters without lone surrogates, which no log could print."""
+        if not isinstance(self.json, str) or not low <= len(self.json) <= limit:
+            self.refuse(f"must be a text of {low}..{limit} characters")
+        if not self.json.isascii() and any("\ud800" <= character <= "\udfff" for character in self.json):
+            self.refuse("must be valid Unicode")
+        return self.json
+
+    def _object(self) -> dict[str, Json]:
+        if not isinstance(self.json, dict):
+            self.refuse("must be an object")
+        return self.json
+
+
+def parse_json(data: bytes, name: str, limit: int) -> JsonValue:
+    """Return the JSON object in `data`, which may have 1..limit bytes. Raises WireError(name, ...)."""
+    if not 1 <= len(data) <= limit:
+        raise WireError(name, f"{name} must be 1..{limit} bytes")
+    try:
+        found = json.loads(
+            data,
+            object_pairs_hook=lambda pairs: _unique(pairs, name),
+            parse_constant=lambda word: _refuse_constant(word, name),
+        )
+    except (ValueError, RecursionError) as error:  # bad Unicode, bad JSON and endless digits are ValueErrors
+        reason = "is nested too deeply" if isinstance(error, RecursionError) else "is not valid JSON"
+        raise WireError(name, f"{name} {reason}") from None
+    if not isinstance(found, dict):
+        raise WireError(name, f"{name} must be a JSON object")
+    return JsonValue(found, name)
+
+
+def write_json(value: object) -> bytes:
+    """Return canonical bytes: ASCII, no blanks, keys in the order given."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _unique(pairs: list[tuple[str, Json]], name: str) -> dict[str, Json]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise WireError(name, f"{name} has an object with a key twice")
+    return found
+
+
+def _refuse_constant(word: str, name: str) -> NoReturn:
+    raise WireError(name, f"{name} has the number {word}")
