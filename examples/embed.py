@@ -6,12 +6,15 @@ Prefill and decode would be two processes, usually on two machines; here both li
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from pdplane import (
     Arena,
     DecodeConfig,
     DecodePlane,
+    FieldId,
     FieldSpec,
+    GroupId,
     GroupSpec,
     Pool,
     PrefillConfig,
@@ -23,12 +26,13 @@ from pdplane import (
 )
 
 BLOCK_TOKENS, PROMPT_LEN = 16, 100
+KV = GroupId("kv")
 
 # One block: the keys and values of 16 tokens in two layers, 4 heads of 64 numbers each. The arena holds 64 blocks.
 layout = plan_layout(
-    [GroupSpec("kv", "full_history", BLOCK_TOKENS, 1, transfer_policy="full_suffix")],
+    [GroupSpec(KV, "full_history", BLOCK_TOKENS, 1, transfer_policy="full_suffix")],
     [
-        FieldSpec("kv", f"layer.{layer}.{name}", "arena", (4, BLOCK_TOKENS, 64), "float16")
+        FieldSpec(KV, FieldId(f"layer.{layer}.{name}"), "arena", (4, BLOCK_TOKENS, 64), "float16")
         for layer in range(2)
         for name in ("k", "v")
     ],
@@ -37,7 +41,7 @@ layout = plan_layout(
 )
 
 
-def pages(arena: Arena, blocks: tuple[int, ...]) -> np.ndarray:
+def pages(arena: Arena, blocks: tuple[int, ...]) -> npt.NDArray[np.uint8]:
     """The bytes of some blocks, field by field."""
     ids = np.array(blocks, np.uint64)
     return np.concatenate(
@@ -67,14 +71,14 @@ def main() -> None:
         work = prefill.open(room, prompt_len=PROMPT_LEN)
         window = work.wait_window(timeout_s=30)
         print(f"decode wants tokens {window.prefix_len} to {window.prompt_len}")
-        computed = {"kv": tuple(range(50, 50 + need["kv"]))}
+        computed = {KV: tuple(range(50, 50 + need[KV]))}
         work.push(computed, steps=range(1))  # layer 0 ...
         work.push(computed, steps=range(1, 2))  # ... and layer 1
         work.finish(first_token=42, logprob=-0.12)
 
         # Every byte has landed, and none will land any more: the blocks are decode's again.
         delivered = waiting.wait(timeout_s=30)
-        same = bool((pages(source, computed["kv"]) == pages(target, blocks["kv"])).all())
+        same = bool((pages(source, computed[KV]) == pages(target, blocks[KV])).all())
         print(f"first token {delivered.first_token}, logprob {delivered.logprob}, bytes equal: {same}")
 
 

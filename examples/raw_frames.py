@@ -10,7 +10,7 @@ import urllib.request
 
 import zmq
 
-from pdplane import Arena, FieldSpec, GroupSpec, PrefillConfig, PrefillPlane, plan_layout, wire
+from pdplane import Arena, FieldId, FieldSpec, GroupId, GroupSpec, PrefillConfig, PrefillPlane, plan_layout, wire
 
 ROOM, SESSION = b"7", b"127.0.0.1:9"  # the session is where prefill would push to; nothing gets that far here
 STATUS = ("room", "status", "prefill rank", "first token", "candidates", "cached tokens", "logprob")
@@ -38,7 +38,8 @@ def play_decode(router: str, layout: bytes) -> None:
 
 def ask(rendezvous: str, rank: int) -> dict[str, str]:
     with urllib.request.urlopen(f"http://{rendezvous}/route?engine_rank={rank}&target_dp_group={rank}") as answer:
-        return json.load(answer)
+        found: dict[str, str] = json.load(answer)
+    return found
 
 
 if __name__ == "__main__":
@@ -46,8 +47,9 @@ if __name__ == "__main__":
         peer = ask(sys.argv[1], 0)
         play_decode(f"{peer['rank_ip']}:{peer['router_port']}", ask(sys.argv[1], -1)["cache_layout"].encode())
     else:
-        spec = GroupSpec("kv", "full_history", 16, 1, transfer_policy="full_suffix")
-        keys = FieldSpec("kv", "layer.0.k", "arena", (1, 16, 8), "float32")
+        kv = GroupId("kv")
+        spec = GroupSpec(kv, "full_history", 16, 1, transfer_policy="full_suffix")
+        keys = FieldSpec(kv, FieldId("layer.0.k"), "arena", (1, 16, 8), "float32")
         plan = plan_layout([spec], [keys], num_lcm_blocks=8, prefix_granularity=16)
         with PrefillPlane(PrefillConfig(bootstrap_port=0), layout=plan, arena=Arena.zeros(plan.arena_bytes)) as plane:
             play_decode(str(plane.control), wire.encode_layout(plan))

@@ -13,16 +13,17 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from typing import Any
 
 
 @contextmanager
-def daemon(role: str) -> Iterator[dict]:
+def daemon(role: str) -> Iterator[dict[str, Any]]:
     """Run `pdplane ROLE` on free ports; give its ready line, which names every address."""
     command = [sys.executable, "-m", "pdplane.cli.main", role, "--model", "tiny:llama"]
     command += ["--port", "0", "--bootstrap-port", "0", "--arena-bytes", "16MiB", "--log-level", "warning"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            line = process.stdout.readline()
+            line = process.stdout.readline() if process.stdout else ""
             if not line:
                 raise SystemExit(f"the {role} daemon ended before it was ready")
             yield json.loads(line)
@@ -30,11 +31,11 @@ def daemon(role: str) -> Iterator[dict]:
             process.terminate()  # SIGTERM: it drains and exits with 0
 
 
-def post(address: str, body: dict) -> dict:
+def post(address: str, body: dict[str, Any]) -> dict[str, Any]:
     with closing(http.client.HTTPConnection(address, timeout=60)) as connection:
         connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
-        answer = json.load(response)
+        answer: dict[str, Any] = json.load(response)
     if response.status != 200:
         raise SystemExit(f"{address} answered {response.status}: {answer['error']['message']}")
     return answer

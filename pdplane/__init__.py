@@ -10,76 +10,104 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pdplane.control.http_thread import HttpThread
     from pdplane.errors import (
         ConfigError,
-        IncompatibleCache,
         InternalError,
-        LayoutMismatch,
         LocalProtocolError,
         PdplaneError,
         PoolExhausted,
         ProtocolError,
         RemoteProtocolError,
-        RendezvousError,
         RoomFailed,
-        SessionLost,
-        TransferError,
         WaitTimeout,
         WireError,
     )
-    from pdplane.ids import Endpoint, new_room
-    from pdplane.kv.arena import Arena, Pool
-    from pdplane.kv.layout import GroupSpec, Layout
-    from pdplane.kv.manifest import Manifest, blocks_needed, build_manifest
+    from pdplane.ids import Endpoint, FieldId, Generation, GroupId, Life, Room, SessionId, new_room
+    from pdplane.kv.arena import Arena, ArenaMemory, Pool
+    from pdplane.kv.layout import Field, Group, GroupSpec, Layout, Partition, Plane
+    from pdplane.kv.manifest import Manifest, ManifestGroup, blocks_needed, build_manifest
     from pdplane.kv.planning import FieldSpec, plan_layout
-    from pdplane.machine.actions import Delivered
+    from pdplane.machine.actions import Delivered, Destination
     from pdplane.messages import Fingerprint, hash_prompt
     from pdplane.plane.config import DecodeConfig, PrefillConfig
     from pdplane.plane.decode import DecodePlane
     from pdplane.plane.prefill import PrefillPlane
-    from pdplane.plane.rooms import DecodeRoom, PrefillRoom, RoomWindow
+    from pdplane.plane.rooms import (
+        DecodeRoom,
+        EventsLost,
+        PlaneEvent,
+        PrefillRoom,
+        RoomDelivered,
+        RoomEnded,
+        RoomOffered,
+        RoomReleased,
+        RoomSucceeded,
+        RoomWindow,
+        RoomWindowed,
+    )
     from pdplane.security import Secret
+    from pdplane.transport.fence import OnLanded
+    from pdplane.transport.reports import TransportOptions
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "pdplane.control.http_thread": "HttpThread",
     "pdplane.errors": (
-        "ConfigError", "IncompatibleCache", "InternalError", "LayoutMismatch", "LocalProtocolError", "PdplaneError",
-        "PoolExhausted", "ProtocolError", "RemoteProtocolError", "RendezvousError", "RoomFailed", "SessionLost",
-        "TransferError", "WaitTimeout", "WireError",
+        "ConfigError InternalError LocalProtocolError PdplaneError PoolExhausted ProtocolError "
+        "RemoteProtocolError RoomFailed WaitTimeout WireError"
     ),
-    "pdplane.ids": ("Endpoint", "new_room"),
-    "pdplane.kv.arena": ("Arena", "Pool"),
-    "pdplane.kv.layout": ("GroupSpec", "Layout"),
-    "pdplane.kv.manifest": ("Manifest", "blocks_needed", "build_manifest"),
-    "pdplane.kv.planning": ("FieldSpec", "plan_layout"),
-    "pdplane.machine.actions": ("Delivered",),
-    "pdplane.messages": ("Fingerprint", "hash_prompt"),
-    "pdplane.plane.config": ("DecodeConfig", "PrefillConfig"),
-    "pdplane.plane.decode": ("DecodePlane",),
-    "pdplane.plane.prefill": ("PrefillPlane",),
-    "pdplane.plane.rooms": ("DecodeRoom", "PrefillRoom", "RoomWindow"),
-    "pdplane.security": ("Secret",),
-}  # fmt: skip
+    "pdplane.ids": "Endpoint FieldId Generation GroupId Life Room SessionId new_room",
+    "pdplane.kv.arena": "Arena ArenaMemory Pool",
+    "pdplane.kv.layout": "Field Group GroupSpec Layout Partition Plane",
+    "pdplane.kv.manifest": "Manifest ManifestGroup blocks_needed build_manifest",
+    "pdplane.kv.planning": "FieldSpec plan_layout",
+    "pdplane.machine.actions": "Delivered Destination",
+    "pdplane.messages": "Fingerprint hash_prompt",
+    "pdplane.plane.config": "DecodeConfig PrefillConfig",
+    "pdplane.plane.decode": "DecodePlane",
+    "pdplane.plane.prefill": "PrefillPlane",
+    "pdplane.plane.rooms": (
+        "DecodeRoom EventsLost PlaneEvent PrefillRoom RoomDelivered RoomEnded RoomOffered RoomReleased "
+        "RoomSucceeded RoomWindow RoomWindowed"
+    ),
+    "pdplane.security": "Secret",
+    "pdplane.transport.fence": "OnLanded",
+    "pdplane.transport.reports": "TransportOptions",
+}
 
 __all__ = [
     "Arena",
+    "ArenaMemory",
     "ConfigError",
     "DecodeConfig",
     "DecodePlane",
     "DecodeRoom",
     "Delivered",
+    "Destination",
     "Endpoint",
+    "EventsLost",
+    "Field",
+    "FieldId",
     "FieldSpec",
     "Fingerprint",
+    "Generation",
+    "Group",
+    "GroupId",
     "GroupSpec",
-    "IncompatibleCache",
+    "HttpThread",
     "InternalError",
     "Layout",
-    "LayoutMismatch",
+    "Life",
     "LocalProtocolError",
     "Manifest",
+    "ManifestGroup",
+    "OnLanded",
+    "Partition",
     "PdplaneError",
+    "Plane",
+    "PlaneEvent",
     "Pool",
     "PoolExhausted",
     "PrefillConfig",
@@ -87,12 +115,18 @@ __all__ = [
     "PrefillRoom",
     "ProtocolError",
     "RemoteProtocolError",
-    "RendezvousError",
+    "Room",
+    "RoomDelivered",
+    "RoomEnded",
     "RoomFailed",
+    "RoomOffered",
+    "RoomReleased",
+    "RoomSucceeded",
     "RoomWindow",
+    "RoomWindowed",
     "Secret",
-    "SessionLost",
-    "TransferError",
+    "SessionId",
+    "TransportOptions",
     "WaitTimeout",
     "WireError",
     "blocks_needed",
@@ -105,7 +139,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     for module, names in _HOMES.items():
-        if name in names:
+        if name in names.split():
             found: object = getattr(importlib.import_module(module), name)
             globals()[name] = found
             return found

@@ -17,13 +17,18 @@ def test_sorted_and_unique() -> None:
 @pytest.mark.parametrize("name", pdplane.__all__)
 def test_each_name_is_there_and_documented(name: str) -> None:
     found = getattr(pdplane, name)
-    assert inspect.getdoc(found)
-    assert found.__module__.startswith("pdplane.")
+    if inspect.isclass(found) or inspect.isfunction(found):  # else an alias of a type
+        assert inspect.getdoc(found)
+        assert found.__module__.startswith("pdplane.")
 
 
-def test_every_error_is_public() -> None:
+# Errors that planes turn into a RoomFailed or answer themselves, and those of the workers.
+NEVER_MET = {"IncompatibleCache", "LayoutMismatch", "RendezvousError", "SessionLost", "TransferError"}
+
+
+def test_every_error_that_an_embedder_meets_is_public() -> None:
     kinds = {name for name, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, Exception)}
-    assert kinds <= set(pdplane.__all__)
+    assert kinds - NEVER_MET == kinds & set(pdplane.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": _NODE,
     "bench": _NODE | {"serving", "toy", "testing", "workers", "options"},
     "cli": _NODE | {"serving", "toy", "testing", "workers", "bench", "options"},
-    "__init__": _BASE | {"machine", "plane"},  # the library's public names; loaded when first asked for
+    "__init__": _BASE | {"machine", "control", "transport", "plane"},  # the library's names, loaded when asked for
     "__main__": {"cli"},
 }
 

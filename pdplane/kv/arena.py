@@ -9,7 +9,7 @@ import mmap
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,6 @@ import numpy.typing as npt
 from pdplane.errors import ConfigError, LocalProtocolError, PoolExhausted
 from pdplane.ids import GroupId
 from pdplane.kv.layout import Layout
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer  # of collections.abc since Python 3.12; type checkers bring it along
 
 PAGE_BYTES = mmap.PAGESIZE
 _MADV_COLLAPSE = 25
@@ -35,6 +32,12 @@ def _huge_page_setting() -> str | None:
 _HUGE_PAGES = _huge_page_setting()
 
 
+class BufferHost(Protocol):
+    """What memoryview takes: collections.abc.Buffer, which came with Python 3.12."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
 class DlpackHost(Protocol):
     """Memory of another library that speaks DLPack: a torch, jax or tensorflow tensor."""
 
@@ -43,7 +46,7 @@ class DlpackHost(Protocol):
     def __dlpack_device__(self) -> tuple[Any, int]: ...
 
 
-ArenaMemory: TypeAlias = "Buffer | DlpackHost"
+ArenaMemory: TypeAlias = BufferHost | DlpackHost
 """What an arena can be made of: numpy arrays, anything that memoryview takes, CPU tensors of any dtype."""
 
 

@@ -285,7 +285,7 @@ class PrefillNode:
         plane, config = self._plane, self._config
         found: dict[str, Any] = {**self._facts, "disaggregation_mode": "prefill", "tp_size": config.tp_size}
         found |= {"dp_size": config.dp_size, "transport": config.transport}
-        if plane is not None and plane.rendezvous is not None:
+        if plane is not None:
             found |= {"bootstrap_host": config.advertised, "bootstrap_port": plane.rendezvous.port}
             found |= {"control": str(plane.control), "life": plane.life}
             if plane.legacy_control is not None:

@@ -14,7 +14,7 @@ import attrs
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.reactor import Action, Event, Reactor
 from pdplane.errors import ConfigError, InternalError, LocalProtocolError
-from pdplane.ids import new_life
+from pdplane.ids import Endpoint, new_life
 from pdplane.kv.arena import Arena, ArenaMemory
 from pdplane.kv.layout import Layout
 from pdplane.machine.decode import DecodeCounts, DecodeMachine
@@ -70,6 +70,11 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
             raise LocalProtocolError(f"the {self.role} plane {_STATES.get(self._state, 'starts')}")
         if os.getpid() != self._owner:
             raise LocalProtocolError("the plane belongs to another process; after a fork, start one of your own")
+
+    def _bound(self, endpoint: Endpoint | None) -> Endpoint:
+        if endpoint is None:
+            raise LocalProtocolError(f"the {self.role} plane has no address before it has started")
+        return endpoint
 
     # ---- life
 

@@ -58,9 +58,9 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         self._legacy = LegacyPrefillChannel(self._rejected) if config.speaks_legacy else None
         self._context: Context | None = None
         self._announcer: Announcer | None = None
-        self.control: Endpoint | None = None
+        self._control: Endpoint | None = None
+        self._rendezvous: Endpoint | None = None
         self.legacy_control: Endpoint | None = None
-        self.rendezvous: Endpoint | None = None
 
     def _shut(self, cause: str) -> None:
         if self._announcer:
@@ -112,6 +112,16 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         return handle
 
     # ---- state
+
+    @property
+    def rendezvous(self) -> Endpoint:
+        """Where decode ranks look this one up. Raises LocalProtocolError before `start`."""
+        return self._bound(self._rendezvous)
+
+    @property
+    def control(self) -> Endpoint:
+        """Where native decode ranks connect to. Raises LocalProtocolError before `start`."""
+        return self._bound(self._control)
 
     @property
     def ready(self) -> bool:
@@ -183,16 +193,16 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         if self._gate:
             self._gate.bind(context)
             reactor.watch(self._gate)
-        self.control = self._router.bind(context, Endpoint(config.host, config.control_port))
+        self._control = self._router.bind(context, Endpoint(config.host, config.control_port))
         reactor.watch(self._router)
         if self._legacy:
             self.legacy_control = self._legacy.bind(context, Endpoint(config.host, config.legacy_port))
             reactor.watch(self._legacy)
         log_legacy(config, "decode")
         self._http.start()
-        self.rendezvous = config.rendezvous or self._serve_rendezvous()
+        self._rendezvous = config.rendezvous or self._serve_rendezvous()
         reactor.start()
-        self._announcer = Announcer(self._http, self.rendezvous, self._announcement(), secret=config.secret)
+        self._announcer = Announcer(self._http, self._rendezvous, self._announcement(), secret=config.secret)
         self._announcer.start()
 
     def _serve_rendezvous(self) -> Endpoint:
@@ -201,7 +211,6 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
 
     def _announcement(self) -> Announcement:
         config, control = self.config, self.control
-        assert control is not None
         return Announcement(
             world_rank=config.dp_rank * config.tp_size + config.tp_rank,
             world_size=config.tp_size * config.dp_size,

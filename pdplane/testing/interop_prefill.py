@@ -41,7 +41,7 @@ def run_prefill(options: InteropOptions, events: EventLog) -> bool:
     layout = options.make_layout()
     arena = Arena.zeros(layout.arena_bytes)
     with prefill_plane(options, layout, arena) as plane:
-        if options.serve_bootstrap and plane.rendezvous is not None:
+        if options.serve_bootstrap:
             events("bootstrap", url=plane.rendezvous.url("http"))
         _wait_ready(plane, options)
         control = plane.legacy_control or plane.control

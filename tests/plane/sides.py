@@ -42,7 +42,6 @@ class PrefillSide:
 
     @property
     def rendezvous(self) -> Endpoint:
-        assert self.plane.rendezvous is not None
         return self.plane.rendezvous
 
     def fill(self, prompt_len: int, seed: int = 1) -> Blocks:
