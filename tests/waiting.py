@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 PATIENCE_S = 15.0  # the bound of every wait in tests; on an idle machine none comes near it
 
+ALERT = {"ping_interval_s": 0.3}
+"""For both sides of a test that waits for silence to be noticed: after 0.9 s. A busy machine pauses as long."""
+
 
 def until(condition: Callable[[], bool], what: str = "the condition", within_s: float = PATIENCE_S) -> None:
     """Return once the condition holds; an AssertionError names what did not come."""

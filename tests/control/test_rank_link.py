@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from pdplane.control.ranks import Message, RankLink, RankListener, connect_rank
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
 from pdplane.net import json_line
+from tests.sockets import sends_at_once
 from tests.waiting import PATIENCE_S
 
 
@@ -64,6 +66,15 @@ def test_lines_come_whole_and_in_order(ends: list[End]) -> None:
     two.link.send("up")
     one.link.send("ready", 7, "mark")
     assert (to_one.hears(), to_two.hears()) == (("ready", 7, "mark"), ("up", 0, ""))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_short_lines_are_not_held_back() -> None:
+    with closing(RankListener("127.0.0.1")) as listener, ThreadPoolExecutor(1) as other:
+        accepted = other.submit(listener.accept, 2)
+        outer = connect_rank(Endpoint("127.0.0.1", listener.port), listener.word, 1)
+        with closing(outer), closing(accepted.result(PATIENCE_S)[0]):
+            assert set(sends_at_once(listener.port)) == {True}
 
 
 def test_the_end_of_either_side_is_told_to_the_other_once(ends: list[End]) -> None:

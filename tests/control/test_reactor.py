@@ -178,6 +178,26 @@ def test_messages_of_a_socket_become_events_also_when_many_wait(stage: Stage) ->
     context.term()
 
 
+class Endless(Ears):
+    """A socket that has the next message before the last one is handled."""
+
+    def receive(self) -> list[Said]:
+        return [Said("again")]
+
+
+def test_a_socket_that_never_rests_starves_nobody(stage: Stage) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there:
+        there.bind("inproc://words")
+        here.connect("inproc://words")
+        here.send(b"")  # never received: the socket stays ready
+        endless = Endless(there)
+        stage.reactor.ask(lambda: stage.reactor.watch(endless))
+        stage.reactor.post(Said("wake"))
+        until(lambda: "alarm" in stage.performed, "the alarm")
+        stage.reactor.ask(lambda: stage.reactor.unwatch(endless))
+
+
 def test_a_bug_ends_the_loop_once_and_is_told(stage: Stage) -> None:
     stage.reactor.post(Said("bug"))
     stage.reactor.post(Said("later"))

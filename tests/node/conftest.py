@@ -22,8 +22,6 @@ from pdplane.toy.model import ToyOptions, toy_answer
 from tests.waiting import PATIENCE_S, until
 
 SHORT: dict[str, Any] = {"bootstrap_timeout_s": 5, "waiting_timeout_s": 5, "tombstone_s": 0.1}
-ALERT: dict[str, Any] = {"ping_interval_s": 0.3}
-"""For both sides of a test that waits for silence to be noticed: after 0.9 s. A busy machine pauses as long."""
 
 
 def prompt(seed: int, length: int | None = None) -> tuple[int, ...]:

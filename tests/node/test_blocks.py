@@ -55,6 +55,18 @@ def test_who_is_served_while_its_deadline_is_set_has_none(http: Interrupted, lay
     assert not queue.leave(place)
 
 
+def test_who_stands_behind_a_head_that_leaves_is_served_at_once(http: Interrupted, layout: Layout) -> None:
+    queue = BlockQueue(layout, http, timeout_s=300, max_waiting=8)
+    got: dict[str, Blocks | PoolExhausted] = {}
+    queue.acquire({KV: 2}, lambda blocks: got.update(held=blocks))
+    large = queue.acquire({KV: 4}, lambda blocks: got.update(large=blocks))
+    queue.acquire({KV: 2}, lambda blocks: got.update(small=blocks))
+    assert list(got) == ["held"]
+    assert queue.leave(large)
+    assert list(got) == ["held", "small"]
+    assert queue.counts()["waiting"] == 0
+
+
 def test_who_waits_too_long_is_told_and_those_behind_are_served(http: Interrupted, layout: Layout) -> None:
     queue = BlockQueue(layout, http, timeout_s=0.2, max_waiting=8)
     got: dict[str, Blocks | PoolExhausted] = {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Never
+from typing import Any, Never
 
 import pytest
 
 from pdplane.errors import InternalError
+from pdplane.ids import new_room
 from pdplane.node.prefill import PrefillLeg
+from pdplane.plane.rooms import DecodeRoom
 from tests.node.conftest import PATIENCE_S, Daemons, call, idle, prompt
 from tests.waiting import until
 
@@ -35,6 +37,29 @@ def test_a_bug_in_prefill_ends_both_legs(daemons: Daemons) -> None:
     assert broken.decode is not None
     assert "planted" in str(broken.decode.done.exception(PATIENCE_S))
     assert call(prefill, decode, prompt(3)).is_right(daemons.options)
+    until(lambda: idle(prefill, decode), "every count's start value")
+
+
+def test_a_bug_while_the_room_is_live_cancels_it(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair()
+    prefill.hold.clear()  # so that it has not ended before
+    plane, room_number = decode.node._plane, new_room()
+    assert plane is not None
+    open_room = plane.open
+    waiting = call(prefill, None, prompt(1), room=room_number)
+
+    def opened(*args: Any, **named: Any) -> DecodeRoom:  # noqa: ANN401  (whatever the node says)
+        room = open_room(*args, **named)
+        until(lambda: prefill.node.statistics()["blocks"]["used_blocks"] > 0, "the offer")
+        _break_once(room.done, "add_done_callback")
+        return room
+
+    plane.open = opened  # type: ignore[method-assign]
+    broken = call(None, decode, prompt(1), room=room_number, at=prefill.rendezvous)
+    assert broken.decode is not None
+    with pytest.raises(InternalError, match="planted"):
+        broken.decode.done.result(PATIENCE_S)
+    assert "planted" in waiting.causes().pop()
     until(lambda: idle(prefill, decode), "every count's start value")
 
 

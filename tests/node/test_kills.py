@@ -6,9 +6,9 @@ import attrs
 import pytest
 
 from pdplane.ids import new_room
-from tests.node.conftest import ALERT, Daemons, Decode, Prefill, call, idle, prompt
+from tests.node.conftest import Daemons, Decode, Prefill, call, idle, prompt
 from tests.node.victim import LENGTH, Victim
-from tests.waiting import until
+from tests.waiting import ALERT, until
 
 SEED = 5
 

@@ -22,8 +22,8 @@ from pdplane.node.decode import DecodeNode
 from pdplane.node.prefill import PrefillNode
 from pdplane.plane.config import DecodeConfig, PrefillConfig
 from pdplane.toy.engine import ToyDecodeEngine, ToyPrefillEngine
-from tests.node.conftest import ALERT, SHORT, prompt
-from tests.waiting import until
+from tests.node.conftest import SHORT, prompt
+from tests.waiting import ALERT, until
 
 LENGTH = 30
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from pdplane.errors import InternalError, LocalProtocolError, RoomFailed
 from pdplane.ids import Endpoint
 from tests.plane.conftest import StartDecode, StartPrefill
 from tests.plane.sides import DecodeSide, Meeting, PrefillSide, meet
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import ALERT, PATIENCE_S, until
 
 
 @pytest.fixture
@@ -141,9 +142,9 @@ def test_a_callback_that_closes_its_plane_is_told_so_and_closes_nothing(
 
 @pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
 def test_a_bug_of_ours_ends_every_wait_and_leaves_nothing_open(
-    pair: tuple[PrefillSide, DecodeSide], side: int, caplog: pytest.LogCaptureFixture
+    start_prefill: StartPrefill, start_decode: StartDecode, side: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prefill, decode = pair
+    pair = prefill, decode = start_prefill(**ALERT), start_decode(**ALERT)
     meeting = begun(prefill, decode, "half pushed")
     reactor: Any = pair[side].plane._reactor
     reactor.post("no event")
@@ -152,7 +153,21 @@ def test_a_bug_of_ours_ends_every_wait_and_leaves_nothing_open(
         broken.done.result(PATIENCE_S)
     assert not pair[side].plane.alive
     assert "ended by a bug" in caplog.text
+    assert not (sends(), accepts(decode))[side], "the caller has its blocks back, nothing may touch them"
     pair[side].plane.close()
     survivor = (meeting.waiting, meeting.work)[side]
     with pytest.raises(RoomFailed):
         survivor.done.result(PATIENCE_S)
+
+
+def sends() -> bool:
+    """Whether a thread of this process may read source blocks."""
+    return any(thread.name.startswith("push ") for thread in threading.enumerate())
+
+
+def accepts(decode: DecodeSide) -> bool:
+    """Whether anybody may still connect and write."""
+    data = decode.plane.data
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection((data.host, data.port)):
+        return True
+    return False

@@ -216,6 +216,41 @@ def test_a_greeting_tells_both_sides_what_they_need(secret: Secret | None) -> No
     assert accepted.boot_id == greeting.boot_id()
 
 
+RANK, STREAM = 2, 7  # places in a HELLO
+
+
+@pytest.mark.parametrize(
+    ("texts", "field"),
+    [
+        ({RANK: str(2**31 - 1), STREAM: "63"}, None),
+        ({RANK: "0", STREAM: "0"}, None),
+        ({RANK: str(2**31)}, "rank"),
+        ({RANK: "-1"}, "rank"),
+        ({RANK: "01"}, "rank"),
+        ({RANK: "9" * 21}, "rank"),
+        ({STREAM: "64"}, "stream"),
+        ({STREAM: "1 "}, "stream"),
+    ],
+    ids=str,
+)
+def test_numbers_of_a_hello_have_bounds(texts: dict[int, str], field: str | None) -> None:
+    kind, said = read(SenderGreeting(SessionId("s"), Writer(Rank(3), Life("a")), None).hello())
+    changed = tuple(texts.get(place, text) for place, text in enumerate(said))
+    receiver = ReceiverGreeting(SessionId("s"), Life("d"), None)
+    if field is None:
+        receiver.hello(kind, changed)
+        assert (receiver.writer.prefill_rank, receiver.bundle.stream) == (int(changed[RANK]), int(changed[STREAM]))
+    else:
+        with pytest.raises(WireError, match=f"greeting's {field} is"):
+            receiver.hello(kind, changed)
+
+
+def test_a_session_number_beyond_64_bits_is_refused() -> None:
+    sender = SenderGreeting(SessionId("s"), Writer(Rank(3), Life("a")), None)
+    with pytest.raises(WireError, match="session number is above"):
+        sender.accepted(GreetingKind.ACCEPTED, (str(2**64), "", "", ""))
+
+
 def test_a_recorded_greeting_proves_nothing_later() -> None:
     secret, writer = Secret(b"0123456789abcdef"), Writer(Rank(3), Life("a"))
     sender = SenderGreeting(SessionId("s"), writer, secret)

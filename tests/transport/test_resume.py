@@ -80,6 +80,19 @@ def test_a_cancelled_push_is_not_sent_again(tcp: Ends) -> None:
     assert not reports.of(Resumed)
 
 
+def test_only_cuts_without_an_acknowledgement_between_them_are_paused_after(tcp: Ends) -> None:
+    source, decode = random_arena(NBYTES), tcp.decode(NBYTES)
+    decode.open_all(7)
+    patient = TransportOptions(segment_bytes=1 << 16, resume_pause_s=1000)  # the second pause would never end
+    quarter = NBYTES // 4
+    with Proxy(decode.receiver.endpoint, cut_after=quarter + quarter // 2, cuts=2) as proxy:
+        sender, reports = tcp.sender(decode, source, peer=proxy.endpoint, options=patient)
+        for number in range(3):  # the second and the third are cut
+            sender.submit(push(7, whole(quarter, number * quarter, number * quarter), number))
+            assert isinstance(reports.ends(number + 1)[-1], Pushed)
+    assert len(reports.of(Resumed)) == 2
+
+
 def test_another_life_at_the_address_gets_nothing(tcp: Ends) -> None:
     """The receiver restarted between cut and resumption: its owner hears of the new life, the pushes fail."""
     source, old = random_arena(NBYTES), tcp.decode(NBYTES)

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import struct
+import sys
 from pathlib import Path
 
 import attrs
@@ -14,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdplane.ids import Generation, Rank, Room
+from pdplane.ids import Endpoint, Generation, Rank, Room
 from pdplane.transport.framing import HEADER_BYTES, Header, Kind, decode_header, encode_header, encode_segment
 from pdplane.transport.greeting import GreetingKind, encode
 from pdplane.transport.reports import Connected, ConnectFailed, Pushed, TransportOptions, WriterCut
+from tests.sockets import name_two_addresses, sends_at_once
 from tests.transport.ends import DECODE_LIFE, Decode, Ends, push, random_arena, u64, whole
 from tests.transport.stranger import stranger
 
@@ -189,6 +191,20 @@ def test_a_reset_is_only_a_cut(tcp: Ends) -> None:
         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     assert decode.reports.wait(WriterCut)[0].prefill_rank == 9
     assert serves_on(tcp, decode)
+
+
+def test_a_sender_tries_every_address_of_a_name(tcp: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = tcp.decode(64)
+    name_two_addresses(monkeypatch, "two.test")
+    peer = Endpoint("two.test", decode.receiver.endpoint.port)
+    tcp.sender(decode, random_arena(64), peer=peer)[1].wait(Connected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_small_frames_are_not_held_back(tcp: Ends) -> None:
+    decode = tcp.decode(64)
+    tcp.sender(decode, random_arena(64))[1].wait(Connected)
+    assert sends_at_once(decode.receiver.endpoint.port) == [True, True]
 
 
 def test_no_socket_outlives_an_exec(tcp: Ends) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from pdplane.errors import ConfigError, LocalProtocolError, WireError
 from pdplane.workers.experts import tx1
 from pdplane.workers.experts.tx1 import Framer, Opener, Sealer, Tx1Limits, Tx1Token
+from tests.sockets import sends_at_once
 from tests.workers.ends import tcp_pair
 
 _VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors" / "tx1.json").read_text())[
@@ -33,6 +36,13 @@ _HELLO_END = _HELLO + 20 + 5 + 0x22 + 32
 def test_every_case_is_run() -> None:
     assert len(_VECTORS) == 15
     assert {attack["attack"] for attack in ATTACKS} == set(STREAMS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_small_frames_are_not_held_back() -> None:
+    with tcp_pair() as (_line, theirs):
+        theirs.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        assert sends_at_once(theirs.getsockname()[1]) == [True, True]
 
 
 def test_the_recorded_session_byte_for_byte() -> None:
