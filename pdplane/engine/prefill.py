@@ -73,7 +73,6 @@ class MlxPrefillEngine(MlxEngine):
                 yield
         row = forward.step(mx.array(prompt[-1]), Sampler(sampling, prompt, self.kept))
         token = row.read(keep_row=keep_row)
-        forward.settle()
         tap.finish(forward.caches, len(prompt))
         return token
 

@@ -43,7 +43,6 @@ def _leaves_after(model: Model, options: EngineOptions, length: int) -> tuple[Le
         for _ in forward.prefill_chunks([0] * length):
             pass
         forward.step(mx.array(0)).read()
-        forward.settle()
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model {model.name!r} cannot run with these options: {reason}") from error
