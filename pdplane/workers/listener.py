@@ -22,7 +22,7 @@ _ENDED = "the peer closed the connection"
 
 
 def bytes_of(buffer: bytes | bytearray | memoryview) -> memoryview:
-    """A buffer as single bytes, whatever its items are; memoryview refuses to cast an empty one."""
+    """Return a buffer of any items as single bytes; memoryview refuses to cast an empty one."""
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
@@ -51,7 +51,7 @@ class BoundedSocket:
 
     @contextlib.contextmanager
     def deadline(self, deadline_s: float) -> Iterator[None]:
-        """Bound everything inside by one moment of the monotonic clock."""
+        """Give everything inside one deadline, on the monotonic clock."""
         self._deadline_s = deadline_s
         try:
             yield
@@ -59,7 +59,10 @@ class BoundedSocket:
             self._deadline_s = None
 
     def read(self, count: int) -> memoryview:
-        """Exactly `count` bytes; memory is touched only as they arrive, so a declared length alone costs none."""
+        """Return exactly `count` bytes.
+
+        Memory is touched only as they arrive, so a declared length alone costs none.
+        """
         buffer = np.empty(count, np.uint8).data
         done = 0
         while done < count:
@@ -68,7 +71,7 @@ class BoundedSocket:
         return buffer
 
     def await_first(self, count: int, within_s: float | None) -> memoryview:
-        """`count` bytes whose first may take `within_s` (None: for ever) and the others no longer than any."""
+        """Return `count` bytes; the first may take `within_s` (None: no limit), the others as long as in `read`."""
         self._socket.settimeout(within_s)
         first = self._received(memoryview(bytearray(1)))
         return memoryview(bytes(first) + bytes(self.read(count - 1)))
@@ -123,7 +126,7 @@ _log = logging.getLogger(__name__)
 
 
 def parse_networks(texts: Sequence[str]) -> tuple[Network, ...]:
-    """Addresses or CIDR ranges, IPv4 or IPv6. Raises ConfigError naming the text."""
+    """Return addresses or CIDR ranges, IPv4 or IPv6. Raises ConfigError naming the text."""
     try:
         return tuple(ipaddress.ip_network(text.strip(), strict=False) for text in texts)
     except ValueError as error:
@@ -131,7 +134,7 @@ def parse_networks(texts: Sequence[str]) -> tuple[Network, ...]:
 
 
 def is_inside(address: str, networks: Sequence[Network]) -> bool:
-    """Whether an address lies in one of the ranges; an IPv4 address written as IPv6 counts as IPv4."""
+    """Return whether an address lies in one of the ranges; an IPv4 address written as IPv6 counts as IPv4."""
     found = ipaddress.ip_address(address.partition("%")[0])
     plain = getattr(found, "ipv4_mapped", None) or found
     return any(plain in network for network in networks if network.version == plain.version)
@@ -184,7 +187,7 @@ class Listener:
         return self._listen
 
     def stop(self) -> None:
-        """Accept no more; returns at once, and any thread may call it."""
+        """Accept no more; return at once, from any thread."""
         self._closing = True
         if self._acceptor is not None:
             self._acceptor.stop()
@@ -211,7 +214,7 @@ class Listener:
             return
         try:
             line = BoundedSocket(connected, str(Endpoint(host, port)), self._stall_s)
-        except OSError:  # gone again already
+        except OSError:  # it has ended already
             connected.close()
             return
         thread = threading.Thread(target=self._run, args=(line, host), name=f"{self._name} {line.peer}", daemon=True)

@@ -2,7 +2,7 @@
 
 `none` and `zlib` (its default level, as peers send it) are always there; `lz4`, `zstd` and `bp-zstd` need the `zstd`
 extra. `bp-zstd` puts the bytes of equal significance side by side before zstd: the high bytes of floats are alike, the
-low ones noise.
+low ones are noise.
 
     bp-zstd = u8 element width | zstd of the planes        (a rest shorter than an element follows the planes as it is)
 
@@ -56,20 +56,20 @@ def decode(codec: str, data: Buffer, limit: int) -> Buffer:
 
 
 def is_installed(codec: str) -> bool:
-    """Whether a known codec can be used here."""
+    """Return whether a known codec can be used here."""
     module = {"lz4": "lz4", "zstd": "zstandard", "bp-zstd": "zstandard"}.get(codec)
     return module is None or importlib.util.find_spec(module) is not None
 
 
 def to_planes(data: Buffer, width: int) -> bytes:
-    """The first bytes of all elements, then the second ones, and so on; a rest at the end stays as it is."""
+    """Return the first bytes of all elements, then the second ones, and so on; a rest at the end stays as it is."""
     array = np.frombuffer(data, np.uint8)
     whole = len(array) // width * width
     return array[:whole].reshape(-1, width).T.tobytes() + array[whole:].tobytes()
 
 
 def from_planes(planes: Buffer, width: int) -> bytes:
-    """The inverse of `to_planes`."""
+    """Return the inverse of `to_planes`."""
     array = np.frombuffer(planes, np.uint8)
     whole = len(array) // width * width
     return array[:whole].reshape(width, -1).T.tobytes() + array[whole:].tobytes()
@@ -131,7 +131,7 @@ def _encode_zstd(data: Buffer, _width: int) -> Buffer:
 def _decode_zstd(data: Buffer, limit: int) -> Buffer:
     zstandard = _need("zstandard", "zstd")
     try:
-        declared = _checked_size(zstandard.frame_content_size(data), limit)  # -1 when the frame does not tell
+        declared = _checked_size(zstandard.frame_content_size(data), limit)  # -1 when the frame does not declare one
         with zstandard.ZstdDecompressor().stream_reader(data) as reader:
             found: bytes = reader.read((limit if declared < 0 else declared) + 1)
     except zstandard.ZstdError as error:
@@ -142,7 +142,7 @@ def _decode_zstd(data: Buffer, limit: int) -> Buffer:
 
 
 def _checked_size(declared: int, limit: int) -> int:
-    """A size that a stream declares, looked at before anything is allocated for it."""
+    """Return the size that a stream declares, checked before anything is allocated for it."""
     if declared > limit:
         raise WireError("payload", f"the payload declares {declared} bytes, allowed are {limit}")
     return declared
@@ -180,10 +180,10 @@ _CODECS: Mapping[str, _Codec] = {
 }
 
 
-# ---- Keys and values in 8 or 4 bits, for who asks by name: smaller, and not the same cache any more
+# ---- Keys and values in 8 or 4 bits, on request: smaller, and not the same cache any more
 #
 # Each row of a float tensor is cut into groups of up to 64 numbers along its last axis; a group is its minimum and its
-# step as float32, and whole numbers of 8 or 4 bits. What is no float of a key or value stays as it is.
+# step as float32, and whole numbers of 8 or 4 bits. All other tensors stay as they are.
 
 
 LOSSY: Mapping[str, int] = {"q8": 8, "q4": 4}
@@ -195,13 +195,13 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 
 def shrink(caches: Sequence[SavedCache], codec: str) -> tuple[SavedCache, ...]:
-    """The caches with their keys and values rounded; codec is `q8` or `q4`."""
+    """Return the caches with their keys and values rounded; codec is `q8` or `q4`."""
     bits = LOSSY[codec]
     return tuple(_with_tensors(cache, (part for t in cache.tensors for part in _shrunk(t, bits))) for cache in caches)
 
 
 def expand(caches: Sequence[SavedCache], codec: str) -> tuple[SavedCache, ...]:
-    """Caches of the original dtypes and shapes. Raises IncompatibleCache when the parts do not fit together."""
+    """Return caches of the original dtypes and shapes. Raises IncompatibleCache when the parts do not fit together."""
     bits = LOSSY[codec]
     return tuple(_with_tensors(cache, _expanded(cache, bits)) for cache in caches)
 
@@ -219,7 +219,7 @@ def _shrunk(tensor: SavedTensor, bits: int) -> Iterator[SavedTensor]:
     codes = np.rint((grouped - low) / safe).astype(np.uint8).reshape(numbers.shape)
     if bits == 4:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
-    # The dtype of the original is told by an empty tensor: safetensors has no other place for it.
+    # An empty tensor carries the original's dtype: safetensors has no other place for it.
     yield SavedTensor(f"{tensor.name}.codes", "uint8", codes)
     yield SavedTensor(f"{tensor.name}.low", "float32", low[..., 0].view(np.uint32))
     yield SavedTensor(f"{tensor.name}.step", "float32", step[..., 0].view(np.uint32))

@@ -80,7 +80,7 @@ class CacheFile:
 
 
 def encode_cache_file(file: CacheFile) -> bytes:
-    """The file's bytes."""
+    """Return the file's bytes."""
     header: dict[str, object] = {"__metadata__": _metadata(file)}
     offset, parts = 0, []
     for cache in file.caches:

@@ -1,4 +1,4 @@
-"""What a cache worker asks of its model, and the MLX model that answers."""
+"""What a cache worker needs of a model, and the MLX model that does it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TextRun:
 
 @attrs.frozen
 class CacheRun:
-    """A saved prefix, continued; `load_ms` is without the codec's part of it."""
+    """A saved prefix, continued; `load_ms` leaves out the codec's time."""
 
     text: str
     load_ms: float

@@ -130,7 +130,7 @@ class PrefixEngine:
         return self.thread.submit(lambda: self._save(prefix))
 
     def prefill(self, tokens: Sequence[int]) -> Job[float]:
-        """Run a prefix and forget it; gives the ms that it took."""
+        """Run a prefix and drop its caches; return the milliseconds that it took."""
         prefix = self._checked(tokens, 0, 1)
         return self.thread.submit(lambda: self._time(prefix))
 
@@ -205,7 +205,7 @@ class PrefixEngine:
         row = forward.step(mx.array(prompt[-1]))
         first_ms = 0.0
         while True:
-            # Queued before this token is read, as mlx-lm does: the device never waits for us.
+            # Queued before this token is read, as mlx-lm does, so that the device does not wait for Python.
             ahead = forward.step(row.token) if len(tokens) + 1 < max_tokens else None
             tokens.append(row.read().id)
             first_ms = first_ms or clock.lap()
@@ -220,7 +220,7 @@ class PrefixEngine:
 
 
 class _Clock:
-    """Milliseconds since the last question."""
+    """Return the milliseconds since the last call."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -232,6 +232,6 @@ class _Clock:
 
 
 def _revision(model: Model, weights: str) -> str:
-    """The hub's commit where the folder's name tells it, else a name made of the weights' own hash."""
+    """Return the hub's commit if the folder's name shows it, else a name made from the weights' hash."""
     name = model.path.name if model.path is not None else ""
     return name if _COMMIT.match(name) else f"weights-{weights[:12]}"

@@ -1,8 +1,8 @@
-"""A prefix's caches as named tensors and numbers, and back: every class of mlx-lm that one machine can hand to another.
+"""A prefix's caches as named tensors and numbers, and back, for each of mlx-lm's classes that can be moved.
 
 Unlike the pages of an arena, a saved cache is whole and stands at any token: a ring keeps all its physical rows, so the
 copy grows and wraps at the same tokens as the original and continues with the same bits. Classes that are not listed
-here are refused by name. Everything here runs on the MLX thread; the values it gives may be read by any thread.
+here are refused by name. Everything here runs on the MLX thread; the resulting values may be read by any thread.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ _BY_NAME = {kind.__name__: form for kind, form in FORMS.items()}
 
 
 def save_caches(caches: Sequence[Cache]) -> tuple[SavedCache, ...]:
-    """Every cache that the model has filled, as evaluated values.
+    """Return every cache that the model has filled, as evaluated values.
 
     Raises ConfigError that names a class which cannot be saved.
     """
@@ -178,7 +178,7 @@ def save_caches(caches: Sequence[Cache]) -> tuple[SavedCache, ...]:
 
 
 def restore_caches(saved: Sequence[SavedCache], fresh: Sequence[Cache]) -> list[Cache]:
-    """The caches of `saved` in the places of a model's `fresh` ones; `check_caches` has passed `saved` before."""
+    """Return `saved` as caches in the places of a model's `fresh` ones; `check_caches` must have accepted it."""
     found = {cache.place: cache for cache in saved}
     return [_restored(f"layer.{layer}", cache, found) for layer, cache in enumerate(fresh)]
 

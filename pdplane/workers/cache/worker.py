@@ -101,7 +101,7 @@ def _refuse_shutdown(_frame: Frame) -> Reply:
 
 
 def _codec(frame: Frame) -> tuple[str, str]:
-    """The codec of the bytes and the lossy form of the cache inside, `none` for either when it is not asked for."""
+    """Return the codec of the bytes and the lossy form of the cache, `none` for each that is not asked for."""
     name = frame.header.get("codec", "none")
     if isinstance(name, str) and name in LOSSY:
         return "none", name
@@ -147,11 +147,11 @@ def _since(began: float) -> float:
     return (time.perf_counter() - began) * 1000
 
 
-# ---- The WP30 cache worker: runs prompts, and hands out and takes in their caches, for any number of clients
+# ---- The worker
 #
-# Each connection has a thread that reads a frame, answers it and reads the next; what needs the model waits there for
-# the one MLX thread. A connection that sends no frame costs a thread and blocks nobody. A malformed frame closes its
-# connection and no other. Replies carry the reference's fields in the reference's order.
+# Each connection has a thread that reads a frame, answers it and reads the next; commands that need the model wait
+# there for the one MLX thread. A connection that sends no frame costs a thread and blocks nobody. A malformed frame
+# closes its connection and no other. Replies carry the reference's fields in the reference's order.
 
 
 _TRACE_CHARACTERS = 800
@@ -193,7 +193,7 @@ class CacheWorkerStatistics:
 
 
 class CacheWorker:
-    """Serves one receiver model. The constructor opens nothing; the model stays its owner's."""
+    """Serves one receiver model, which its owner closes. The constructor opens nothing."""
 
     def __init__(self, listen: Endpoint, receiver: CacheModel, options: CacheWorkerOptions | None = None) -> None:
         self._options = options or CacheWorkerOptions()
@@ -215,7 +215,7 @@ class CacheWorker:
         return self._listener.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until a client asked for shutdown; whether one did."""
+        """Wait until a client asks for shutdown; return whether one did."""
         return self._finished.wait(timeout_s)
 
     def close(self) -> None:
@@ -289,7 +289,7 @@ class CacheWorker:
 
 
 def _failure(error: BaseException) -> dict[str, Json]:
-    # The trace has the causes and no stack: file names of this machine are nobody's business.
+    # The trace has the causes and no stack, which would show file names of this machine.
     causes: list[str] = []
     found: BaseException | None = error
     while found is not None and len(causes) < _MAX_CAUSES:
@@ -299,7 +299,7 @@ def _failure(error: BaseException) -> dict[str, Json]:
     return {"status": "implementation_error", "error": text, "trace": "\n".join(causes)[-_TRACE_CHARACTERS:]}
 
 
-# ---- A cache worker together with the engine that it serves: one thing to start and to close
+# ---- A cache worker together with its engine, to start and close as one
 
 
 class ModelWorker:
@@ -314,7 +314,7 @@ class ModelWorker:
         return self._worker.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until a client asked for shutdown; whether one did."""
+        """Wait until a client asks for shutdown; return whether one did."""
         return self._worker.wait(timeout_s)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""WP30: one JSON header and one payload a frame, and the client that speaks it."""
+"""WP30: one JSON header and one payload a frame, and its client."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Frame:
 
 
 def encode_frame(header: object, payload: bytes | bytearray | memoryview = b"") -> list[bytes | memoryview]:
-    """A frame as parts that are sent one after the other; the payload is not copied.
+    """Return a frame as parts that are sent one after the other; the payload is not copied.
 
     Raises TypeError or ValueError for a header that is no JSON, LocalProtocolError for one that is too long.
     """
@@ -53,7 +53,7 @@ def encode_frame(header: object, payload: bytes | bytearray | memoryview = b"") 
 
 
 def decode_prefix(data: bytes | memoryview, limits: Wp30Limits) -> tuple[int, int]:
-    """The header's and the payload's length. Raises WireError."""
+    """Return the header's and the payload's length. Raises WireError."""
     magic, header_bytes, payload_bytes = _PREFIX.unpack(data)
     if magic != MAGIC:
         raise WireError("magic", f"the magic is {bytes(magic)!r}, not {MAGIC!r}")
@@ -65,7 +65,7 @@ def decode_prefix(data: bytes | memoryview, limits: Wp30Limits) -> tuple[int, in
 
 
 def decode_header(data: bytes | memoryview) -> dict[str, Json]:
-    """The header object. Raises WireError for anything else."""
+    """Return the header object. Raises WireError for anything else."""
     try:
         found = json.loads(str(data, "utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # bad Unicode, bad JSON and endless digits are ValueErrors
@@ -77,7 +77,7 @@ def decode_header(data: bytes | memoryview) -> dict[str, Json]:
 
 
 def send_frame(line: BoundedSocket, header: Mapping[str, object], payload: bytes | bytearray | memoryview = b"") -> int:
-    """Send one frame; gives its bytes, 12 and both lengths."""
+    """Send one frame; return its size, 12 bytes and both lengths."""
     parts = encode_frame(header, payload)
     line.write(*parts)
     return sum(len(part) for part in parts)
@@ -96,13 +96,13 @@ def _refuse_constant(word: str) -> NoReturn:
 
 # ---- A client of WP30 workers, ours and the reference's
 #
-# A call that fails half-way (a time-out, a lost connection, bytes that are no reply) closes the connection: a late
-# reply can never be taken for the next call's. The next call connects anew.
+# A call that fails half-way (a time-out, a lost connection, bytes that are no reply) closes the connection: so that a
+# late reply is never taken for the next call's. The next call connects again.
 
 
 @attrs.frozen(eq=False)
 class Wp30Reply:
-    """A worker's reply and what it cost.
+    """A worker's reply, its sizes and times.
 
     As the reference counts: `transport_bytes` is the request's frame, `send_ms` the time until the kernel has taken it,
     `roundtrip_ms` the time until the reply was read, `reply_bytes` the reply's payload and 12. Complete:
@@ -121,7 +121,7 @@ class Wp30Reply:
 
     @property
     def failure(self) -> str | None:
-        """What the worker says went wrong, None when nothing did."""
+        """The error that the worker reports, None without one."""
         found = self.header.get("error")
         return None if found is None else str(found)
 
@@ -241,7 +241,7 @@ class Wp30Client:
 
 
 def expect(reply: Wp30Reply, key: str) -> Json:
-    """A field of a reply. Raises WireError with the worker's own error when it is missing."""
+    """Return a field of a reply. Raises WireError with the worker's own error when it is missing."""
     if key not in reply.header:
         raise WireError(key, f"the worker's reply has no {key}: {reply.failure or 'no reason given'}")
     return reply.header[key]

@@ -29,7 +29,7 @@ from pdplane.workers.experts.switch import (
 
 @attrs.frozen(eq=False)
 class Executed:
-    """Results in pair order, shape (pairs, width), as bits of `dtype`; and the experts that had to leave."""
+    """Results in pair order, shape (pairs, width), as bits of `dtype`; and the experts that were evicted."""
 
     bits: Numbers
     dtype: str
@@ -37,7 +37,7 @@ class Executed:
 
 
 class ExpertBank:
-    """At most `capacity` experts a layer; the least recently used one leaves first."""
+    """At most `capacity` experts a layer; the least recently used one is evicted first."""
 
     def __init__(self, store: ExpertStore, capacity: int | None = None) -> None:
         if capacity is not None and capacity < 1:
@@ -53,7 +53,7 @@ class ExpertBank:
         return {layer: sorted(slots.experts) for layer, slots in sorted(self._slots.items())}
 
     def load(self, layer: int, experts: Sequence[int]) -> tuple[int, ...]:
-        """Read experts, up to the capacity, into slots; gives those that had to leave. Raises OSError."""
+        """Read experts, up to the capacity, into slots; return those that were evicted. Raises OSError."""
         return self._layer(layer).ensure(list(dict.fromkeys(experts)), self.store)
 
     def run(self, call: ExpertCall, *, convert: bool = False) -> Executed:
@@ -111,7 +111,7 @@ class _Slots:
             self._bits[name], self._views[name] = zeros, np.array(zeros, copy=False)
 
     def ensure(self, wanted: Sequence[int], store: ExpertStore) -> tuple[int, ...]:
-        """Have all of `wanted`, at most `capacity` of them, in slots; gives the experts that left."""
+        """Read all of `wanted`, at most `capacity` experts, into slots; return the experts that were evicted."""
         if len(wanted) > self.capacity:
             raise ConfigError(f"{len(wanted)} experts do not fit in the {self.capacity} slots of a layer")
         for expert in wanted:
@@ -121,7 +121,7 @@ class _Slots:
         for expert in wanted:
             if expert in self.experts:
                 continue
-            tensors = store.read(self.layer.layer, expert)  # before anybody leaves: it may fail
+            tensors = store.read(self.layer.layer, expert)  # before an expert is evicted, since it may fail
             slot = len(self.experts)
             if slot == self.capacity:
                 left, slot = self.experts.popitem(last=False)
@@ -132,10 +132,10 @@ class _Slots:
         return tuple(evicted)
 
     def compute(self, inputs: mx.array, row_of: Indices, slot_of: Indices, *, grouped: bool) -> mx.array:
-        """Gate, up, down for each pair: shape (pairs, width).
+        """Return gate, up, down for each pair: shape (pairs, width).
 
-        Axes are added where mlx-lm adds them in each of its two ways, before or after rows are gathered: strides, too,
-        decide which BLAS kernel runs, and with it the last bits.
+        Axes are added where mlx-lm adds them in each of its two ways, before or after rows are gathered, since strides
+        too decide which BLAS kernel runs, and with it the last bits.
         """
         rows, slots = mx.array(row_of.astype(np.uint32)), mx.array(slot_of.astype(np.uint32))
         if grouped:
@@ -159,7 +159,7 @@ class _Slots:
         return self._bits[name].view(DTYPES[self.layer.parts[name].dtype])
 
     def _input_dtype(self) -> mx.Dtype:
-        """The dtype that a local model's rows have: that of the weights, or of the scales of packed ones."""
+        """Return the dtype that a local model's rows have: that of the weights, or of the scales of packed ones."""
         name = "gate_proj.weight" if self.layer.quantization is None else "gate_proj.scales"
         dtype = DTYPES[self.layer.parts[name].dtype]
         return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16

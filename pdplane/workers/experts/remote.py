@@ -1,4 +1,4 @@
-"""Experts on other machines: the connection to each worker, and what stands in the place of a model's expert layers."""
+"""Experts on other machines: the connection to each worker, and what replaces a model's expert layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_PAIRS = 32_768  # keeps the header's JSON far below its limit
 
 @attrs.frozen
 class ModelFacts:
-    """What a worker must agree on; `identity` is compared with workers that tell theirs."""
+    """What a worker must agree on; `identity` is compared with that of workers that send one."""
 
     model_type: str
     num_layers: int
@@ -49,7 +49,7 @@ class LinkOptions:
 
 @attrs.define
 class Traffic:
-    """What went over a link since it was made; times in ms."""
+    """Traffic of a link since it was made; times in ms."""
 
     execs: int = 0
     pairs: int = 0
@@ -76,7 +76,7 @@ class ExpertLink:
         self._max_payload = options.limits.payload_bytes
 
     def open(self, connect_s: float | None = None) -> None:
-        """Connect anew, prove, greet and compare models."""
+        """Connect, prove that both know the token, greet, and compare models."""
         self.close()
         limit_s = self._options.connect_s if connect_s is None else connect_s
         with self._failures():
@@ -98,7 +98,7 @@ class ExpertLink:
             line.stop()
 
     def max_pairs(self, width: int) -> int:
-        """The most pairs whose rows and results fit in a frame of either side."""
+        """Return the most pairs whose rows and results fit in a frame of either side."""
         return max(1, min(_MAX_PAIRS, self._max_payload // (width * 4)))
 
     def send_load(self, assignments: Mapping[int, Sequence[int]]) -> None:
@@ -131,7 +131,7 @@ class ExpertLink:
         self.traffic.pairs += len(pairs)
 
     def receive_exec(self, part: ExpertCall) -> tuple[Bits, str]:
-        """The part's results in pair order, shape (pairs, width), and their dtype."""
+        """Return the part's results in pair order, shape (pairs, width), and their dtype."""
         with self._failures():
             message = self._receive("exec_reply", self._options.reply_s)
             for name, wanted in (("layer", part.layer), ("n", len(part.row_of))):
@@ -172,7 +172,7 @@ class ExpertLink:
         if told is not None and told.json != facts.identity:
             raise WireError("identity", "the worker has other weights")
         self.capacity = ack.header.member("cap").whole(1)
-        # A worker of the old kind takes and gives float16 only: its bits are not those of a local run.
+        # An older worker takes and returns float16 only: its bits are not those of a local run.
         self._half = ack.header.optional("framer") is None
         limit = ack.header.optional("max_payload")
         own = self._options.limits.payload_bytes
@@ -202,7 +202,7 @@ class ExpertLink:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Whatever goes wrong ends the connection: what comes later on it can never be taken for an answer."""
+        """Close the connection after any failure, so that nothing later on it is taken for an answer."""
         try:
             yield
         except (OSError, WireError) as error:
@@ -220,7 +220,7 @@ def _refusal(message: Message) -> str:
     return f"the worker refused: {'' if told is None else str(told.json)[:300]}"
 
 
-# ---- Experts on other machines: what stands in the place of a MoE model's expert layers
+# ---- What replaces a MoE model's expert layers
 #
 # Every expert has a home worker. A call sends each worker the rows and pairs of its own experts, first to all and
 # then collects from all, so that the workers run at the same time. A worker that is lost has its experts moved to the
@@ -280,8 +280,8 @@ class RemoteExperts:
     def attach(self, model: Model) -> None:
         """Connect to every worker, hand out the experts and replace the model's expert layers.
 
-        Raises ConfigError for a model without experts that can be moved, SessionLost for a worker that cannot be had
-        or has another model.
+        Raises ConfigError for a model without experts that can be moved, SessionLost for a worker that cannot be
+        reached or has another model.
         """
         self._store = store = store_of(model)
         facts = ModelFacts(
@@ -323,7 +323,7 @@ class RemoteExperts:
         return RemoteStatistics(self._calls, self._pairs, self._local_pairs, self._lost, live, traffic)
 
     def run(self, call: ExpertCall) -> tuple[Bits, str]:
-        """Results in pair order and their dtype.
+        """Return results in pair order and their dtype.
 
         Raises SessionLost when no worker is left and nothing may run locally.
         """
@@ -347,7 +347,7 @@ class RemoteExperts:
         return results.all()
 
     def _round(self, results: _Results, pending: Indices, homes: Indices) -> Indices:
-        """Run pairs at their homes; gives those whose home was lost."""
+        """Run pairs on their home workers; return those whose worker was lost."""
         queues = {
             home: deque(self._parts(home, results.call, pending[homes == number]))
             for number, home in enumerate(self._homes)
@@ -361,7 +361,7 @@ class RemoteExperts:
         return np.sort(np.concatenate(undone)) if undone else np.empty(0, np.int64)
 
     def _parts(self, home: _Home, call: ExpertCall, places: Indices) -> Iterator[Indices]:
-        """The places of a home's pairs, cut to what fits in a frame; grouped ones only between experts if possible."""
+        """Yield the places of one worker's pairs in parts that fit in a frame; grouped ones are cut between experts."""
         size = home.link.max_pairs(call.rows.shape[1])
         while len(places) > size:
             cut = size
@@ -393,7 +393,7 @@ class RemoteExperts:
             self._lose(home, error, queue, undone)
 
     def _lose(self, home: _Home, error: SessionLost, queue: deque[Indices], undone: list[Indices]) -> None:
-        """Take a worker's unfinished pairs back; one whose connection merely ended is asked once more at once."""
+        """Take a worker's unfinished pairs back; connect once more at once if only the connection ended."""
         undone.extend(queue)
         queue.clear()
         home.part = None
@@ -426,12 +426,12 @@ class RemoteExperts:
                 _log.warning("tx1: expert worker %s is back", home.link.worker)
 
     def _homes_of(self, layer: int) -> Indices | None:
-        """The number of each expert's worker; a lost worker's experts are dealt out to the others."""
+        """Return the number of each expert's worker; a lost worker's experts are dealt out to the others."""
         live = [number for number, home in enumerate(self._homes) if home.alive]
         if not live:
             return None
         experts = np.arange(self._opened.layers[layer].num_experts)
-        own = (experts + layer) % len(self._homes)  # the first experts are not all on the first worker
+        own = (experts + layer) % len(self._homes)  # so that the first experts are not all on the first worker
         spare = np.array(live)[(experts // len(self._homes) + layer) % len(live)]
         return np.where(np.isin(own, live), own, spare)
 
@@ -483,7 +483,7 @@ class _Results:
         self._bits: Bits | None = None
 
     def part(self, places: Indices) -> ExpertCall:
-        """The pairs at `places`, which ascend, with only the rows that they need."""
+        """Return the pairs at `places`, which ascend, with only the rows that they need."""
         call = self.call
         needed, row_of = np.unique(call.row_of[places], return_inverse=True)
         return attrs.evolve(call, rows=call.rows[needed], row_of=row_of, expert_of=call.expert_of[places])
@@ -501,6 +501,6 @@ class _Results:
         self._bits[places] = bits
 
     def all(self) -> tuple[Bits, str]:
-        """Every result in pair order, and their dtype."""
+        """Return every result in pair order, and their dtype."""
         empty = np.empty((0, self.call.rows.shape[1]), self.call.rows.dtype)
         return (empty if self._bits is None else self._bits), self._dtype

@@ -1,4 +1,4 @@
-"""Activations for peers that know float16 only: bits of one dtype as bits of another, rounded to the nearest."""
+"""The fields of TX1's requests, and activations as bits of another dtype for peers that know float16 only."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Bits = npt.NDArray[Any]
 
 
 def to_half(bits: Bits, dtype: str) -> Bits:
-    """Bits of float32, float16 or bfloat16 as bits of float16."""
+    """Return bits of float32, float16 or bfloat16 as bits of float16."""
     return bits if dtype == "float16" else _wide(bits, dtype).astype(np.float16).view(np.uint16)
 
 
 def from_half(bits: Bits, dtype: str) -> Bits:
-    """Bits of float16 as bits of `dtype`; float16 has more digits than bfloat16, which rounds to even."""
+    """Return bits of float16 as bits of `dtype`; float16 has more digits than bfloat16, which rounds to even."""
     if dtype == "float16":
         return bits
     numbers = bits.view(np.float16).astype(np.float32)
@@ -32,7 +32,7 @@ def from_half(bits: Bits, dtype: str) -> Bits:
 
 
 def bfloat16_bits(numbers: npt.NDArray[np.float32]) -> Bits:
-    """float32 as bits of bfloat16, rounded to nearest, ties to even."""
+    """Return float32 as bits of bfloat16, rounded to nearest, ties to even."""
     wide = numbers.view(np.uint32).astype(np.uint64)
     return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -45,7 +45,7 @@ def _wide(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
 
 # ---- The fields of TX1's requests, checked against the model before anything is computed
 #
-# Refusals are WireErrors; the worker answers them with an `error` and the connection lives on.
+# Refusals are WireErrors; the worker answers them with an `error` and keeps the connection.
 
 
 DTYPES: Mapping[str, tuple[str, str]] = {
@@ -55,7 +55,7 @@ DTYPES: Mapping[str, tuple[str, str]] = {
 }
 """The names of activations' dtypes on the wire: MLX's name, and numpy's for the bits."""
 OLD_DTYPE = "<f2"
-"""What a peer that names no dtype sends and gets."""
+"""The dtype of a peer that names none."""
 
 _MAX_ROWS = 1 << 24
 
@@ -77,7 +77,7 @@ def read_dtype(header: JsonValue) -> str | None:
 
 
 def read_exec(message: Message, store: ExpertStore, agreed: str | None, max_reply_bytes: int) -> ExecRequest:
-    """The request of an `exec` message; `agreed` is the dtype of the hello. Raises WireError naming the field."""
+    """Return an `exec` message's request; `agreed` is the hello's dtype. Raises WireError, which names the field."""
     named = read_dtype(message.header) or agreed
     dtype = named or OLD_DTYPE
     layer = _layer(message.header.member("layer"), store)
@@ -102,7 +102,7 @@ def read_exec(message: Message, store: ExpertStore, agreed: str | None, max_repl
 
 
 def read_assignments(message: Message, store: ExpertStore, capacity: int) -> tuple[dict[int, list[int]], int]:
-    """The experts to load by layer, and how many items were listed, doubles among them. Raises WireError."""
+    """Return the experts to load by layer, and how many items were listed, doubles among them. Raises WireError."""
     assignments = message.header.member("assignments")
     if not isinstance(assignments.json, dict):
         assignments.refuse("must be an object")

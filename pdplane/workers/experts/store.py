@@ -86,7 +86,7 @@ class ExpertStore(Protocol):
         """A hash that two stores share when their experts give the same numbers."""
 
     def read(self, layer: int, expert: int) -> Tensors:
-        """An expert's tensors by part, as bits. Raises OSError when its file cannot be read."""
+        """Return an expert's tensors by part, as bits. Raises OSError when its file cannot be read."""
 
 
 class NetworkStore:
@@ -112,7 +112,7 @@ class NetworkStore:
 
 
 def open_store(name: str, *, seed: int = 0, progress: Progress = no_progress) -> ExpertStore:
-    """The experts of a model by any of its names; the model itself is not loaded. Raises ConfigError."""
+    """Return the experts of a model by any of its names; the model itself is not loaded. Raises ConfigError."""
     if name.startswith(TINY):
         tiny = build_tiny(name.removeprefix(TINY), seed)
         return NetworkStore(tiny.network, tiny.config)
@@ -120,7 +120,7 @@ def open_store(name: str, *, seed: int = 0, progress: Progress = no_progress) ->
 
 
 def store_of(model: Model) -> ExpertStore:
-    """The experts of a loaded model, before anything takes their place in its network. Raises ConfigError."""
+    """Return the experts of a loaded model, before anything takes their place in its network. Raises ConfigError."""
     return NetworkStore(model.network, model.config) if model.path is None else FileStore(model.path)
 
 
@@ -217,7 +217,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_header(file: Path) -> dict[str, Any]:
-    """A safetensors header, with `data` where its tensors begin. Raises ConfigError."""
+    """Return a safetensors header, with `data` where its tensors begin. Raises ConfigError."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -249,7 +249,7 @@ def _find(
 
 
 def _key(name: str, model_type: str) -> tuple[int, int | None, str] | None:
-    """(layer, expert or None for a stacked tensor, part) of an expert's tensor, None for any other."""
+    """Return (layer, expert or None for a stacked tensor, part) of an expert's tensor, None for any other."""
     if found := _STACKED.match(name):
         if found[4] not in _PARTS:
             raise ConfigError(f"{name}: experts with a {found[4]} cannot run remotely")

@@ -1,4 +1,4 @@
-"""The expert layers of mlx-lm's MoE networks: finding them, their arithmetic, and what can stand in their place.
+"""The expert layers of mlx-lm's MoE networks: finding them, their arithmetic, and what can replace them.
 
 mlx-lm calls such a layer `switch_mlp`; it takes rows and, for each row, the experts that the router chose.
 """
@@ -73,14 +73,14 @@ class ExpertRunner(Protocol):
     """Runs experts somewhere; called on the MLX thread."""
 
     def run(self, call: ExpertCall) -> tuple[Numbers, str]:
-        """Results in pair order, bits of shape (pairs, width), and their dtype.
+        """Return results in pair order, bits of shape (pairs, width), and their dtype.
 
         An exception fails the forward step.
         """
 
 
 class RemoteSwitch(_nn.Module):  # type: ignore[misc]  # mlx's Module has no types
-    """Stands where a `switch_mlp` stood and asks a runner."""
+    """Replaces a `switch_mlp` and calls a runner."""
 
     def __init__(self, layer: int, runner: ExpertRunner) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class RemoteSwitch(_nn.Module):  # type: ignore[misc]  # mlx's Module has no typ
 
 
 def switch_modules(network: Network) -> Iterator[tuple[int, Network, Network]]:
-    """(layer number, the block around it, its `switch_mlp`) of every expert layer, in order.
+    """Yield (layer number, the block around it, its `switch_mlp`) of every expert layer, in order.
 
     Raises ConfigError for one whose arithmetic is not gate, up, down with SwiGLU and no bias.
     """
@@ -117,7 +117,7 @@ def switch_modules(network: Network) -> Iterator[tuple[int, Network, Network]]:
 
 
 def replace_switches(network: Network, runner: ExpertRunner) -> int:
-    """Put a RemoteSwitch in the place of every expert layer; gives their number."""
+    """Replace every expert layer by a RemoteSwitch; return their number."""
     blocks = [(layer, block) for layer, block, _ in switch_modules(network)]
     for layer, block in blocks:
         block[_SWITCH] = RemoteSwitch(layer, runner)
@@ -125,13 +125,13 @@ def replace_switches(network: Network, runner: ExpertRunner) -> int:
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """silu(gate) * up, by mlx-lm's own compiled function."""
+    """Return silu(gate) * up, by mlx-lm's own compiled function."""
     found: mx.array = _activation(gate, up)
     return found
 
 
 def gather_matmul(x: mx.array, weight: mx.array, which: mx.array, *, grouped: bool) -> mx.array:
-    """Each x times the matrix that `which` names; `grouped` promises that `which` ascends."""
+    """Return each x times the matrix that `which` names; `grouped` promises that `which` ascends."""
     found: mx.array = _mx.gather_mm(x, weight, rhs_indices=which, sorted_indices=grouped)
     return found
 
@@ -139,7 +139,7 @@ def gather_matmul(x: mx.array, weight: mx.array, which: mx.array, *, grouped: bo
 def gather_quantised_matmul(
     x: mx.array, matrix: PackedMatrix, which: mx.array, form: Quantization, *, grouped: bool
 ) -> mx.array:
-    """Each x times the packed matrix that `which` names; `grouped` promises that `which` ascends."""
+    """Return each x times the packed matrix that `which` names; `grouped` promises that `which` ascends."""
     found: mx.array = _mx.gather_qmm(
         x, matrix.weight, matrix.scales, matrix.biases, rhs_indices=which, transpose=True,
         group_size=form.group_size, bits=form.bits, mode=form.mode, sorted_indices=grouped,

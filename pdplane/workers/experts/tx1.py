@@ -5,7 +5,7 @@
     tag    = HMAC-SHA256(key of the direction, u64 number of the frame from 0 | prefix | kind | header | payload)
 
 Numbers are in network order, the kind is [a-z_]+, the header a JSON object in UTF-8, which is parsed only after the tag
-was found right. Before the first frame both sides prove that they know the token, which never travels:
+was found right. Before the first frame both sides prove that they know the token, which is never sent:
 
     server: "TX1C" | lowest version | highest version | u16 0 | nonce(32)
     client: "TX1A" | version | u8 0 | u16 0 | nonce(32) | proof(32)
@@ -66,7 +66,7 @@ class Tx1Token:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """The token of a file that only its owner can read; white space at both ends does not count.
+        """Return the token of a file that only its owner can read; white space at both ends does not count.
 
         Raises ConfigError.
         """
@@ -90,7 +90,7 @@ class Tx1Token:
         raise TypeError("a token is not pickled")
 
     def prove(self, label: bytes, *parts: Buffer) -> bytes:
-        """HMAC over a label and the conversation so far."""
+        """Return HMAC over a label and the conversation so far."""
         mac = hmac.new(self._key, label, hashlib.sha256)
         for part in parts:
             mac.update(part)
@@ -107,7 +107,7 @@ class Keys:
 
 @attrs.frozen
 class Tx1Limits:
-    """The largest header and payload; looked at before any memory is taken."""
+    """The largest header and payload; checked before any memory is taken."""
 
     header_bytes: int = 1 << 20
     payload_bytes: int = 256 << 20
@@ -123,12 +123,12 @@ class Message:
 
 
 def challenge(nonce: bytes) -> bytes:
-    """The server's first message."""
+    """Return the server's first message."""
     return b"TX1C" + bytes([VERSION, VERSION, 0, 0]) + nonce
 
 
 def answer(token: Tx1Token, challenged: Buffer, nonce: bytes) -> tuple[bytes, bytes]:
-    """The client's message and the transcript so far. Raises WireError for no challenge that we can answer."""
+    """Return the client's message and the transcript so far. Raises WireError for no challenge that we can answer."""
     found = bytes(challenged)
     if len(found) != CHALLENGE_BYTES or found[:4] != b"TX1C":
         raise WireError("challenge", "the peer does not speak TX1")
@@ -139,7 +139,7 @@ def answer(token: Tx1Token, challenged: Buffer, nonce: bytes) -> tuple[bytes, by
 
 
 def accept(token: Tx1Token, challenged: bytes, answered: Buffer) -> tuple[bytes, Keys]:
-    """The server's second message and the keys. Raises WireError when the client does not know the token."""
+    """Return the server's second message and the keys. Raises WireError when the client does not know the token."""
     found = bytes(answered)
     if len(found) != ANSWER_BYTES or found[:8] != b"TX1A" + bytes([VERSION, 0, 0, 0]):
         raise WireError("answer", "the peer does not speak TX1")
@@ -151,7 +151,7 @@ def accept(token: Tx1Token, challenged: bytes, answered: Buffer) -> tuple[bytes,
 
 
 def confirm(token: Tx1Token, transcript: bytes, answered: bytes, accepted: Buffer) -> Keys:
-    """The keys, once the server has proved itself. Raises WireError when it does not know the token."""
+    """Return the keys, once the server has proved itself. Raises WireError when it does not know the token."""
     found, proof = bytes(accepted), answered[40:]
     if len(found) != ACCEPTANCE_BYTES or found[:8] != b"TX1B" + bytes([VERSION, 0, 0, 0]):
         raise WireError("acceptance", "the peer does not speak TX1")
@@ -168,7 +168,7 @@ class Sealer:
         self._number = 0
 
     def seal(self, kind: str, header: Mapping[str, object], payload: Buffer = b"") -> list[Buffer]:
-        """A frame as parts that are sent one after the other. Raises LocalProtocolError when it is too large."""
+        """Return a frame as parts that are sent one after the other. Raises LocalProtocolError when it is too large."""
         name, body = kind.encode("ascii"), bytes_of(payload)
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode("ascii")
         if not _KIND.match(kind) or len(text) > self._limits.header_bytes or len(body) > self._limits.payload_bytes:
@@ -196,7 +196,7 @@ class Opener:
         self._number = 0
 
     def lengths(self, prefix: Buffer) -> Lengths:
-        """What the prefix declares. Raises WireError, for lengths over the limits too."""
+        """Return what the prefix declares. Raises WireError, for lengths over the limits too."""
         magic, version, kind, flags, header, payload = _PREFIX.unpack(prefix)
         if magic != b"TX1F" or version != VERSION or flags:
             raise WireError("prefix", "a frame with another magic, version or flags")
@@ -209,7 +209,10 @@ class Opener:
         return Lengths(kind, header, payload)
 
     def open(self, prefix: Buffer, lengths: Lengths, named: Buffer, payload: memoryview, tag: Buffer) -> Message:
-        """The message, `named` being kind and header. Raises WireError; nothing is parsed before the tag holds."""
+        """Return the message from `named`, kind and header. Raises WireError.
+
+        Nothing is parsed before the tag is checked.
+        """
         if not hmac.compare_digest(bytes(tag), _tag(self._key, self._number, bytes(prefix) + bytes(named), payload)):
             raise WireError("tag", "a frame with a wrong tag")
         self._number += 1
@@ -244,7 +247,7 @@ class Framer:
     def serve(
         cls, line: BoundedSocket, token: Tx1Token, limits: Tx1Limits, deadline_s: float, nonce: bytes | None = None
     ) -> Self:
-        """The server's handshake, all of it before `deadline_s`; reads exactly 72 bytes."""
+        """Shake hands as the server, all of it before `deadline_s`; read exactly 72 bytes."""
         with line.deadline(deadline_s):
             challenged = challenge(nonce or secrets.token_bytes(NONCE_BYTES))
             line.write(challenged)
@@ -256,7 +259,7 @@ class Framer:
     def connect(
         cls, line: BoundedSocket, token: Tx1Token, limits: Tx1Limits, deadline_s: float, nonce: bytes | None = None
     ) -> Self:
-        """The client's handshake, all of it before `deadline_s`."""
+        """Shake hands as the client, all of it before `deadline_s`."""
         with line.deadline(deadline_s):
             sent, transcript = answer(token, line.read(CHALLENGE_BYTES), nonce or secrets.token_bytes(NONCE_BYTES))
             line.write(sent)
@@ -264,13 +267,13 @@ class Framer:
         return cls(line, Sealer(keys.client_to_server, limits), Opener(keys.server_to_client, limits))
 
     def send(self, kind: str, header: Mapping[str, object], payload: Buffer = b"") -> int:
-        """Send a message; gives the bytes of its frame."""
+        """Send a message; return its frame's size in bytes."""
         parts = self._sealer.seal(kind, header, payload)
         self._line.write(*parts)
         return sum(len(part) for part in parts)
 
     def receive(self, within_s: float | None) -> Message:
-        """The next message, whose first byte may take `within_s` (None: for ever)."""
+        """Return the next message; its first byte may take `within_s` (None: no limit)."""
         prefix = self._line.await_first(PREFIX_BYTES, within_s)
         lengths = self._opener.lengths(prefix)
         named = self._line.read(lengths.kind + lengths.header)

@@ -1,7 +1,7 @@
 """The TX1 expert worker: holds some experts of a MoE model and runs them for authenticated coordinators.
 
-Each connection has a thread that talks; the expert tables have one owner, the MLX thread, on which every load and every
-exec runs whole. A request with a bad field is answered with an `error` and the connection lives on; bytes that are no
+Each connection has a thread of its own; the expert tables have one owner, the MLX thread, on which every load and every
+exec runs whole. A request with a bad field is answered with an `error` and the connection stays; bytes that are no
 frame, or a wrong token, end it.
 """
 
@@ -118,7 +118,7 @@ class ExpertWorker:
         return self.endpoint
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the worker is closed; whether it is. No client can end it."""
+        """Wait until the worker is closed; return whether it is. No client can end it."""
         return self._closed.wait(timeout_s)
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class ExpertWorker:
                 self._counts[name] += change
 
     def add_exec_ms(self, spent: float) -> float:
-        """Add an exec's time; gives the total, which is what peers are told."""
+        """Add an exec's time; return the total, which goes into replies."""
         with self._lock:
             self._exec_ms += spent
             return self._exec_ms
@@ -159,7 +159,7 @@ class ExpertWorker:
             _log.warning("tx1: %s sent a malformed frame (%s); its connection is closed", line.peer, error)
 
     def _prove(self, line: BoundedSocket) -> Framer | None:
-        """The handshake; None when the peer failed it, or too many others are at theirs."""
+        """Shake hands; return None when the peer fails, or too many others are in their handshakes."""
         with self._lock:
             if self._unproved >= self.options.max_unproved:
                 self._counts["refused_handshakes"] += 1
@@ -178,7 +178,7 @@ class ExpertWorker:
 
 
 class _Failed(RuntimeError):
-    """A request was good and could not be done: a file that cannot be read, no memory."""
+    """A valid request could not be done: a file that cannot be read, no memory."""
 
 
 class CoordinatorSession:
@@ -191,7 +191,10 @@ class CoordinatorSession:
         self._max_reply_bytes = worker.options.limits.payload_bytes
 
     def run(self) -> None:
-        """Hello, then requests until the line ends, which is an OSError. Raises WireError for a malformed frame."""
+        """Greet, and then answer requests until the line ends with an OSError.
+
+        Raises WireError for a malformed frame.
+        """
         if not self._greet(self._framer.receive(self._worker.options.handshake_s)):
             return
         while True:
