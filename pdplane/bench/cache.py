@@ -1,4 +1,4 @@
-"""`pdplane bench cache`: hand a prefix's cache to a worker, or its tokens?
+"""`pdplane bench cache`: whether to hand a worker a prefix's cache or its tokens.
 
 A worker runs in a process of its own on loopback. For each prefix length it continues once from the tokens (run_text)
 and once from the saved cache (run_cache); the ids must be those of one mlx-lm process. The break-even link rate is the
@@ -56,7 +56,7 @@ class CodecCase:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure."""
+    """Add the flags: what to measure."""
     parser.add_argument(
         "--model", default="tiny:llama-bf16", help="the model: a directory, hub id or smollm2 (default: %(default)s)"
     )
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; gives the exit code. Raises ConfigError and SessionLost."""
+    """Measure and print; return the exit code. Raises ConfigError and SessionLost."""
     step = str(args.prefill_step_size)
     command = ["cache-worker", "--model", args.model, "--port", "0", "--prefill-step-size", step]
     with worker_processes(command) as (worker,), Wp30Client(worker) as client:
@@ -109,14 +109,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Bench:
-    """Calls of one client; keeps the ids of every prefix."""
+    """The calls of one client, and the ids of every prefix."""
 
     def __init__(self, client: Wp30Client, max_tokens: int, rounds: int) -> None:
         self._client, self._max_tokens, self._rounds = client, max_tokens, rounds
         self.ids: dict[int, object] = {}
 
     def measure(self, length: int) -> CacheCase:
-        """One prefix length both ways. Raises InternalError when they do not give the same ids."""
+        """Measure one prefix length both ways. Raises InternalError when they do not give the same ids."""
         prefix, query = tokens_of(length), tokens_of(_QUERY)
         text = self._fastest(lambda: self._client.run_text([*prefix, *query], self._max_tokens))
         saved = _good(self._client.prefill_cache(prefix))
@@ -133,7 +133,7 @@ class Bench:
         )  # fmt: skip
 
     def measure_codecs(self, length: int) -> list[CodecCase]:
-        """Every installed codec on one cache."""
+        """Measure every installed codec on one cache."""
         saved = _good(self._client.prefill_cache(tokens_of(length)))
         return [self._measure_codec(codec, saved.payload) for codec in codecs.LOSSLESS if codecs.is_installed(codec)]
 
@@ -152,7 +152,7 @@ class Bench:
 
 
 def tokens_of(count: int) -> list[int]:
-    """Token ids that any vocabulary has."""
+    """Return token ids that any vocabulary has."""
     return [(7 * number) % 300 + 2 for number in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""What is measured, seen from the sending process: each moves the same bytes and returns when they are there."""
+"""What is measured, on the sending side: each moves the same bytes and returns when they have arrived."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PlaneContender:
             scheme,
             peer=Endpoint.parse(session),
             session=SessionId(session),
-            prefill_rank=Rank(next(_rooms)),  # several contenders live at one time, none may replace another
+            prefill_rank=Rank(next(_rooms)),  # several contenders are open at one time, none may replace another
             prefill_life=new_life(),
             arena=arena,
             report=self._hear,
@@ -107,7 +107,7 @@ class Raw:
     """As many bytes from one contiguous place to another, by plain `sendall` and `recv_into`."""
 
     def __init__(self, port: int, arena: Arena, buffer_bytes: int | None) -> None:
-        # Two buffers that begin at the same place in their pages are the slowest pair for it: take another place.
+        # Two buffers that begin at the same place in their pages are its slowest pair, so this one begins elsewhere.
         own = Arena.zeros(arena.nbytes + 64).bytes[16 : 16 + arena.nbytes]
         own[:] = arena.bytes
         self._view = memoryview(own.data)
@@ -119,7 +119,7 @@ class Raw:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(PATIENCE_S), 0))
 
     def prepare(self) -> None:
-        """Nothing to open."""
+        """Do nothing: there is nothing to open."""
 
     def move(self, copies: Copies) -> None:
         count = copies.nbytes
@@ -129,7 +129,7 @@ class Raw:
             raise TransferError("raw", 0, count, "no acknowledgement")
 
     def settle(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to wait for."""
 
     def close(self) -> None:
         self._socket.close()
@@ -148,7 +148,7 @@ class Zmq:
         self._dealer.connect(f"tcp://127.0.0.1:{port}")
 
     def prepare(self) -> None:
-        """Nothing to open."""
+        """Do nothing: there is nothing to open."""
 
     def move(self, copies: Copies) -> None:
         view = memoryview(self._arena.bytes.data)
@@ -161,7 +161,7 @@ class Zmq:
         self._dealer.recv_multipart()
 
     def settle(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to wait for."""
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -175,17 +175,17 @@ class Memcpy:
         self._source, self._target = arena.bytes, np.ones_like(arena.bytes)
 
     def prepare(self) -> None:
-        """Nothing to open."""
+        """Do nothing: there is nothing to open."""
 
     def move(self, copies: Copies) -> None:
         count = copies.nbytes
         np.copyto(self._target[:count], self._source[:count])
 
     def settle(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to wait for."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def open_contenders(
@@ -195,7 +195,7 @@ def open_contenders(
     options: TransportOptions,
     ask: Callable[..., Any],
 ) -> dict[str, Contender]:
-    """Everything that is to be measured, by name, in the order given."""
+    """Return the contenders to measure, by name, in the order given."""
     made: dict[str, Contender] = {}
     for name in names:
         if name in RAW_BUFFERS:

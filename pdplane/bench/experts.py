@@ -1,7 +1,7 @@
 """`pdplane bench experts`: a MoE model with its experts here, on one worker and on two, on loopback.
 
-The workers are processes of their own. Beside the token rate stand the bytes a token and where a token's time goes: to
-the worker's arithmetic, to the wire and its framing, and to everything else, which is the local part of the model.
+The workers are processes of their own. Besides the token rate it shows the bytes and the time of a token: in the
+worker's arithmetic, on the wire and in its framing, and in everything else, which is the local part of the model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ExpertCase:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure."""
+    """Add the flags: what to measure."""
     parser.add_argument(
         "--model", default="tiny:qwen3_moe-q4", help="the MoE model: a directory or hub id (default: %(default)s)"
     )
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; gives the exit code. Raises ConfigError, SessionLost, and InternalError for other tokens."""
+    """Measure and print; return the exit code. Raises ConfigError, SessionLost, and InternalError for other tokens."""
     found = [_measure(args, "local", None)]
     with _token_file() as file:
         command = ["expert-worker", "--model", args.model, "--listen", "127.0.0.1:0", "--token-file", str(file)]
@@ -110,9 +110,9 @@ def _round(
 
     done = engine.run(prompt, max_tokens, on_token).result()
     spent = _Mark.of(experts) - marks[0]
-    # When the first token is told, the step after it has been run already, and after the last one none is.
+    # When the first token is reported, the step after it has run already, and none runs after the last one.
     count = max(len(done.tokens) - 2, 1)
-    # What was waited for and the worker did not compute went to the wire, the framing and the worker's queue.
+    # Time that was waited and the worker did not compute went to the wire, the framing and the worker's queue.
     wire_ms = max(spent.wait_ms - spent.worker_ms, 0.0)
     send_ms, worker_ms, wire_ms = spent.send_ms / count, spent.worker_ms / count, wire_ms / count
     rest_ms = done.decode_ms / count - send_ms - worker_ms - wire_ms

@@ -67,7 +67,7 @@ class RawSink:
 
 
 class ZmqSink:
-    """A ROUTER: messages of `more` or `last`, a table of offsets, and one frame a block."""
+    """A ROUTER that takes messages of `more` or `last`, a table of offsets, and one frame a block."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -104,10 +104,10 @@ class ZmqSink:
             target[offset : offset + len(block)] = block.buffer
 
 
-# ---- The receiving process of `pdplane bench transport`: every kind of receiver over one arena
+# ---- The process
 #
-# Talks JSON lines over its standard streams: the first line out says where everything listens, then each
-# command gets one answer. Ends with its standard input.
+# It exchanges JSON lines over its standard streams: the first line out says where everything listens, then each command
+# gets one answer. It ends with its standard input.
 
 
 HOST = "127.0.0.1"
@@ -174,7 +174,7 @@ class FarEnd:
         self._fence.close(Room(command["room"]), Generation(1))
 
     def cpu(self, _command: dict[str, Any]) -> float:
-        """Processor seconds of this process until now."""
+        """Return processor seconds of this process until now."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return used.ru_utime + used.ru_stime
 
@@ -182,7 +182,7 @@ class FarEnd:
         self._arena.bytes[:] = 0
 
     def differing(self, command: dict[str, Any]) -> int:
-        """How many of the arena's first bytes differ from the pattern that a full push leaves there."""
+        """Return how many of the arena's first bytes differ from what a full push leaves there."""
         block, count = command["block"], command["nbytes"] // command["block"]
         step = 2 if command["sparse"] else 1
         wanted = pattern(count * step * block, block).reshape(-1, step, block)
@@ -200,13 +200,13 @@ _COMMANDS: dict[str, Callable[[FarEnd, dict[str, Any]], Any]] = {
 
 
 def pattern(nbytes: int, block: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """What the destination holds after a full push: each block's bytes tell its place, 1 to 251."""
+    """Return what the destination holds after a full push: each block's bytes show its place, 1 to 251."""
     places = np.arange(nbytes // block, dtype=np.uint64) * np.uint64(7) % np.uint64(251) + np.uint64(1)
     return np.repeat(places.astype(np.uint8), block)
 
 
 def _ignore(_report: Report) -> None:
-    """The sending side hears of its acknowledgements; that is enough here."""
+    """Ignore a report: the sending side gets its acknowledgements, which is enough here."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What else the receiving process may be doing: decoding with a tiny MLX model, or spinning in Python."""
+"""Other work of the receiving process: decoding with a tiny MLX model, or spinning in Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Decoding:
         from pdplane.engine.decode import MlxDecodeEngine
         from pdplane.engine.options import EngineOptions
 
-        # One block of pages more than asked: the layout rounds down.
+        # One block more than asked, since the layout rounds down.
         self._engine = MlxDecodeEngine(
             EngineOptions(model="tiny:llama", arena_bytes=nbytes + (nbytes >> 3) + (1 << 22))
         )
@@ -61,7 +61,7 @@ class Decoding:
 
 @contextmanager
 def spinning() -> Iterator[None]:
-    """A pure Python thread that never rests."""
+    """Run a pure Python thread without a pause inside the block."""
     stop = threading.Event()
 
     def spin() -> None:

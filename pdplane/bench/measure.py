@@ -23,7 +23,7 @@ from pdplane.net import JsonLines
 from pdplane.transport.reports import TransportOptions
 
 GIB = 1 << 30
-UNFENCED = ("raw", "tuned", "memcpy")  # they move contiguous bytes: there is no pattern to find
+UNFENCED = ("raw", "tuned", "memcpy")  # they move contiguous bytes, which hold no pattern
 _LATENCY_BYTES = 64 << 10
 _LATENCY_BLOCK = 4 << 10
 _LATENCY_TURN = 20  # pushes of one contender before it is the next one's turn
@@ -124,7 +124,7 @@ class Measurement:
         contender.settle()
 
     def _latency(self) -> dict[str, dict[str, float]]:
-        """Of small pushes: milliseconds at the median and at the 99th percentile."""
+        """Return the milliseconds of small pushes at the median and at the 99th percentile."""
         places = np.random.default_rng(1).permutation(self._plan.nbytes // _LATENCY_BLOCK)
         chosen = places[: _LATENCY_BYTES // _LATENCY_BLOCK].astype(np.uint64) * np.uint64(_LATENCY_BLOCK)
         copies = merged_copies(chosen, chosen[::-1].copy(), np.full(len(chosen), _LATENCY_BLOCK, np.uint64))
@@ -146,7 +146,7 @@ class Measurement:
         return taken
 
     def _verify(self) -> None:
-        """One push of each kind, not counted: it warms up and shows that the right bytes arrive."""
+        """Push once by each contender, uncounted, to warm up and to check that the right bytes arrive."""
         for name, block, arrangement in self._keys():
             copies, contender = self._copies(block, arrangement), self._contenders[name]
             self._fill(block, arrangement)
@@ -199,7 +199,7 @@ class Measurement:
 
 
 def _places(nbytes: int, block: int, arrangement: str) -> tuple[U64, U64]:
-    """Offsets of the blocks on both sides."""
+    """Return the blocks' offsets on both sides."""
     blocks, size = np.arange(nbytes // block, dtype=np.uint64), np.uint64(block)
     if arrangement == "adjacent":
         return blocks * size, blocks * size

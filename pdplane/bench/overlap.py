@@ -22,7 +22,7 @@ from pdplane.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to compute, and how fast the link is."""
+    """Add the flags: what to compute, and how fast the link is."""
     parser.add_argument(
         "--model", default="tiny:llama@24", help="model, named as for the daemons (default: %(default)s)"
     )
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; gives the exit code. Raises ConfigError."""
+    """Measure and print; return the exit code. Raises ConfigError."""
     if min(args.prompt_tokens, args.rounds, args.layerwise_interval) < 1 or (args.rate is not None and args.rate <= 0):
         raise ConfigError("the prompt, the rounds, the interval and the rate must be above zero")
     options = EngineOptions(
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(options: EngineOptions, prompt_tokens: int, rounds: int, rate: float | None) -> dict[str, Any]:
-    """`summarise` of so many rounds; `rate` is the link's in bytes a second. Raises ConfigError."""
+    """Return `summarise` of so many rounds; `rate` is the link's in bytes a second. Raises ConfigError."""
     try:
         from pdplane.bench.overlap_pair import Once, open_daemons, random_prompt
     except ImportError as error:
@@ -75,7 +75,7 @@ def measure(options: EngineOptions, prompt_tokens: int, rounds: int, rate: float
     with open_daemons(options) as daemons:
         vocab_size = int(daemons.decode.info()["vocab_size"])
         prompts = [random_prompt(prompt_tokens, vocab_size, seed) for seed in range(rounds + 1)]
-        for layerwise in (True, False):  # memory is touched and code is loaded; nothing is limited yet
+        for layerwise in (True, False):  # to touch memory and load code, with no limit yet
             first = daemons.run(prompts[-1], layerwise=layerwise)
         rate = daemons.bucket.bytes_per_s = rate or first.nbytes / (first.prefill_ms / 1e3)
         for number, prompt in enumerate(prompts[:-1]):
@@ -85,10 +85,10 @@ def measure(options: EngineOptions, prompt_tokens: int, rounds: int, rate: float
 
 
 def summarise(found: Mapping[bool, Sequence[Any]], rate: float) -> dict[str, Any]:
-    """Medians of both kinds, and what they say together.
+    """Return the medians of both kinds, and what follows from them.
 
-    `hidden` is the link's time that was over when prefill was, as a part of what could be: the shorter of the link's
-    time and prefill's own, whose times vary. `tap_cost` is what layerwise adds to prefill, in the same round.
+    `hidden` is the part of the link's time that prefill covered, of what it could cover: the shorter of the link's time
+    and prefill's own. `tap_cost` is the time that layerwise adds to prefill, in the same round.
     """
     nbytes = found[True][0].nbytes
     transfer_ms = nbytes / rate * 1e3

@@ -27,7 +27,7 @@ from pdplane.transport.reports import TransportOptions
 _SCHEME = "slow"
 _SEGMENT_BYTES = 1 << 20  # a link's worth of granularity: a whole segment arrives at once
 _PATIENCE_S = 1800.0
-_MAX_TOKENS = 2  # the second one is decode's own
+_MAX_TOKENS = 2  # the second one is made by decode
 
 
 @attrs.frozen
@@ -46,7 +46,7 @@ class Once:
 
 @attrs.frozen(eq=False)
 class Daemons:
-    """What a round runs on."""
+    """The daemons and the link of a round."""
 
     prefills: Mapping[bool, PrefillNode]
     """By whether it streams layer by layer."""
@@ -54,7 +54,7 @@ class Daemons:
     bucket: TokenBucket
 
     def run(self, tokens: tuple[int, ...], *, layerwise: bool) -> Once:
-        """Send one prompt and wait for its end. Raises what a leg raised."""
+        """Send one prompt, wait until both legs have ended, and return the times. Raises what a leg raised."""
         prefill, room = self.prefills[layerwise], new_room()
         address = Endpoint("127.0.0.1", int(prefill.info()["bootstrap_port"]))
         request = DecodeRequest(room, tokens, address, _MAX_TOKENS, ignore_eos=True)
@@ -97,7 +97,7 @@ def open_daemons(options: EngineOptions) -> Iterator[Daemons]:
 
 
 def random_prompt(length: int, vocab_size: int, seed: int) -> tuple[int, ...]:
-    """Tokens that no special one is among, for models whose special tokens come first."""
+    """Return tokens without special ones, for models whose special tokens come first."""
     source = random.Random(seed)
     return tuple(source.randrange(min(16, vocab_size - 1), vocab_size) for _ in range(length))
 

@@ -20,7 +20,7 @@ from pdplane.transport.sender import Line
 class TokenBucket:
     """One link that any number of lines share; `bytes_per_s` may change between segments, None is no limit.
 
-    A link that rested may send `burst_bytes` at once.
+    After a pause the link may send `burst_bytes` at once.
     """
 
     def __init__(self, bytes_per_s: float | None = None, burst_bytes: int = 64 << 10) -> None:
@@ -29,7 +29,7 @@ class TokenBucket:
         self._free_at = 0.0
 
     def reserve(self, nbytes: int, now: float) -> float:
-        """The time at which so many bytes are through the link, if they enter it now."""
+        """Return the time at which so many bytes are through the link, if they enter it now."""
         rate = self.bytes_per_s
         if rate is None:
             return now
@@ -71,7 +71,7 @@ class SlowLine:
 
 
 def slow_transport(bucket: TokenBucket, over: str = "tcp") -> Transport:
-    """The transport `over` behind the bucket's link; put it into `TRANSPORTS` under a name of its own.
+    """Return the transport `over` behind the bucket's link; put it into `TRANSPORTS` under a name of its own.
 
     Raises ConfigError for one that has no lines of ours.
     """

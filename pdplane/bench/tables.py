@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a title, a head and rows; numbers stand at the right."""
+    """Print a title, a head and rows, with numbers at the right."""
     texts = [list(head), *([_text(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in texts) for column in range(len(head))]
     print(f"\n{title}")
@@ -35,7 +35,7 @@ def _text(cell: object) -> str:
 # ---- The tables of `pdplane bench transport`
 
 
-# Ratios that we want, with blocks permuted: (ours, theirs) -> by block size.
+# The ratios to reach, with blocks permuted: (ours, theirs) -> by block size.
 _BLOCKS = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 WANTED: Mapping[tuple[str, str], Mapping[int, float]] = {
     ("tcp", "mooncake"): dict(zip(_BLOCKS, (15, 5, 2, 1.4, 1.7), strict=True)),
@@ -48,7 +48,7 @@ Rates = dict[tuple[str, int, str], dict[str, Any]]
 
 
 def print_tables(results: Mapping[str, Any]) -> None:
-    """Rates, ratios, processor time, latencies; and what is kept under load."""
+    """Print rates, ratios, processor time and latencies, and how much of them is kept under load."""
     console = Console()
     load = results["load_average"]
     console.print(

@@ -26,7 +26,7 @@ BLOCKS = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure and how to show it."""
+    """Add the flags: what to measure and how to show it."""
     what = parser.add_argument_group("what")
     what.add_argument(
         "--transport",
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; gives the exit code. Raises ConfigError."""
+    """Measure and print; return the exit code. Raises ConfigError."""
     draw = _plotter() if args.plot else None
     plan = _plan(args)
     conditions = ["quiet", *(["decode"] if args.decode else []), *(["spin"] if args.spin else [])]

@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """One panel an arrangement, one line a contender, as a PNG."""
+    """Draw a PNG with one panel an arrangement and one line a contender."""
     points = results["conditions"]["quiet"]["points"]
     arrangements = list(dict.fromkeys(point["arrangement"] for point in points))
     figure, panels = plt.subplots(

@@ -16,7 +16,7 @@ _END_S = 30.0
 
 @contextlib.contextmanager
 def worker_processes(*commands: Sequence[str]) -> Iterator[list[Endpoint]]:
-    """Run `pdplane COMMAND ...` for each and give where they listen. Raises ConfigError when one does not start."""
+    """Run `pdplane COMMAND ...` for each and yield where they listen. Raises ConfigError when one does not start."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "pdplane.cli.main", *command, "--exit-with-parent", "--log-level", "error"],

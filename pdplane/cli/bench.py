@@ -18,7 +18,7 @@ SUBJECTS: Mapping[str, tuple[str, str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One subcommand a subject; each takes its own options."""
+    """Add one subcommand a subject, each with its own flags."""
     subjects = parser.add_subparsers(metavar="SUBJECT", required=True)
     for name, (module, text) in SUBJECTS.items():
         subject = subjects.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -27,5 +27,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subject's measurement; gives the exit code."""
+    """Run the subject's measurement; return the exit code."""
     return int(importlib.import_module(args.subject).run(args))

@@ -21,7 +21,7 @@ _COUNTS = ("transport_bytes", "send_ms", "roundtrip_ms", "reply_bytes", "request
 
 @attrs.frozen(eq=False)
 class CacheWorkerRefused(PdplaneError):
-    """A worker's own word for what went wrong."""
+    """A worker reported an error."""
 
     command: str
     reason: str
@@ -31,14 +31,14 @@ class CacheWorkerRefused(PdplaneError):
 
 
 def token_ids(text: str) -> list[int]:
-    """Token ids separated by commas."""
+    """Return token ids separated by commas."""
     if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids like 1,2,3")
     return [int(number) for number in text.split(",")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of both actions."""
+    """Add the flags of both actions."""
     parser.add_argument(
         "action", choices=("send", "run"),
         help="send: have one worker save the prefix's cache, hand it to another one and continue there; "
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Call the workers and print; gives the exit code. Raises ConfigError and SessionLost."""
+    """Call the workers and print; return the exit code. Raises ConfigError and SessionLost."""
     prefix, query = _tokens(args)
     answers = _send(args, prefix, query) if args.action == "send" else {"run_text": _run(args, [*prefix, *query])}
     last = list(answers.values())[-1]

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
+    """Add the flags of the command."""
     parser.add_argument(
         "--model", required=True, help="the model: a directory, hub id, .gguf file, smollm2 or tiny:FAMILY"
     )
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the worker; gives the exit code. Raises ConfigError."""
+    """Run the worker; return the exit code. Raises ConfigError."""
     with mlx_needed():
         from pdplane.workers.cache.model import MlxCacheModel
         from pdplane.workers.cache.prefix import PrefixEngine

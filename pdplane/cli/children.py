@@ -1,4 +1,4 @@
-"""Processes of ours that end with us: they speak JSON lines on standard output and watch standard input for its end."""
+"""Processes that end with us: they print JSON lines on standard output and end with their standard input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TAIL_BYTES = 4096
 
 @attrs.frozen(eq=False)
 class ChildFailed(PdplaneError):
-    """A process of ours ended, or said nothing, where it should have spoken."""
+    """A process ended, or printed nothing in time, where a line was expected."""
 
     name: str
     reason: str
@@ -34,9 +34,9 @@ class ChildFailed(PdplaneError):
 class Child:
     """One running process; `close` ends it.
 
-    It stands in a process group of its own, so that Ctrl-C at the terminal reaches the parent alone, which then ends
-    its children in order. What ends them is the end of their standard input, and that comes after any death of the
-    parent's. Raises ChildFailed when it cannot be started.
+    It is in a process group of its own, so that Ctrl-C at the terminal reaches the parent alone, which then ends its
+    children in order. They end with their standard input, which ends however the parent dies. Raises ChildFailed when
+    it cannot be started.
     """
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
@@ -88,7 +88,7 @@ class Child:
             self._stdin.close()
 
     def close(self) -> None:
-        """Ask it to end, wait, and kill what does not; idempotent."""
+        """Ask it to end, wait, and kill it if it does not; idempotent."""
         self.end()
         try:
             self._process.wait(_GRACE_S)
@@ -113,7 +113,7 @@ class Children:
         self._running: list[Child] = []
 
     def start(self, name: str, arguments: Sequence[str]) -> Child:
-        """Run `python -m ...`; raises ChildFailed."""
+        """Run `python -m ...`. Raises ChildFailed."""
         child = Child(name, arguments)
         self._running.append(child)
         return child

@@ -1,4 +1,4 @@
-"""One life of a daemon: serve HTTP, start the node, say ready, wait for a signal, drain, close."""
+"""A daemon from start to end: serve HTTP, start the node, print the ready line, wait for a signal, drain, close."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_daemon(
     make_app: Callable[[N], web.Application],
     on_end: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run until a signal comes; gives the exit code. `on_end` is called before the node is closed.
+    """Run until a signal comes; return the exit code. `on_end` is called before the node is closed.
 
     Raises ConfigError with nothing left open.
     """
@@ -88,7 +88,7 @@ def _serve(role: str, endpoint: Endpoint, node: Node, stop: StopSignal) -> int:
 
 
 def ready_line(role: str, http: Endpoint, info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a daemon prints when it can serve: its role and every address, null where it has none."""
+    """Return the ready line's values: the role and every address, None where there is none."""
     host, port = info.get("bootstrap_host"), info.get("bootstrap_port")
     return {
         "event": "ready",
@@ -119,7 +119,7 @@ def _warn_of_addresses(config: PlaneConfig) -> None:
 
 @contextmanager
 def mlx_needed() -> Iterator[None]:
-    """Turns a missing MLX into one line that says what to install."""
+    """Turn a missing MLX into one line that says what to install."""
     try:
         yield
     except ImportError as error:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The shared flags and decode's own."""
+    """Add the shared flags and decode's own."""
     add_daemon_flags(parser, http_port=8200)
     add_expert_flags(parser)
     own = parser.add_argument_group("decode")
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the daemon; gives the exit code. Raises ConfigError."""
+    """Run the daemon; return the exit code. Raises ConfigError."""
     options = daemon_options(args)
     config = DecodeConfig(
         **plane_fields(args),
@@ -79,7 +79,7 @@ def _app(args: argparse.Namespace) -> Callable[[ServedNode], web.Application]:
 
 def _run_rank(seat: Seat, args: argparse.Namespace, options: DaemonOptions, config: DecodeConfig) -> int:
     if args.experts:
-        raise ConfigError("--experts cannot be had together with ranks")
+        raise ConfigError("--experts does not work with a model that is split over ranks")
     config, rank = seated(config, seat), RankProcess(seat, options, config)
     with mlx_needed():
         from pdplane.engine.decode import MlxDecodeEngine
@@ -97,7 +97,7 @@ def _run_rank(seat: Seat, args: argparse.Namespace, options: DaemonOptions, conf
         def begin(request: Request) -> DecodeLeg:
             if not isinstance(request, DecodeRequest):
                 raise ConfigError("this is a decode rank")
-            return node.decode(request, lambda _token: None)  # rank 0 has the same ones, and tells them
+            return node.decode(request, lambda _token: None)  # rank 0 has the same ones, and passes them on
 
         return node, begin
 

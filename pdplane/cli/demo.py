@@ -41,11 +41,11 @@ _TERMINATED = 128 + signal.SIGTERM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
+    """Add the flags of the command."""
     parser.add_argument(
         "--model",
         default=REAL,
-        help=f"model, named as for the daemons (default: %(default)s, or {FALLBACK} if that cannot be had)",
+        help=f"model, named as for the daemons (default: %(default)s, or {FALLBACK} without it)",
     )
     parser.add_argument(
         "--prompt",
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @attrs.frozen
 class Demonstration:
-    """What came of it. `identical` is whether ids and logprobs are those of one mlx-lm process, to the last bit.
+    """The result. `identical` is whether ids and logprobs are those of one mlx-lm process, to the last bit.
 
     `bytes_pushed` were acknowledged by decode; `gib_per_s` is over the time in which some push was under way, from
     its submission to its acknowledgement.
@@ -82,7 +82,7 @@ class Demonstration:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show it; 0 when the comparison holds. Raises ChildFailed and LegFailed, and leaves no process behind."""
+    """Run the demo and print it; return 0 when the comparison holds. Raises ChildFailed and LegFailed."""
     with _sigterm_unwinds(), Children() as children:
         shown = _Demo(args, children).run()
     if args.json:
@@ -125,14 +125,16 @@ class _Demo:
         return self._sum_up(answer, expected, blocks, _get(ready["prefill"]["http"], "/statistics")["data"]["totals"])
 
     def _get_model(self) -> tuple[Child, list[int]]:
-        """The yardstick with the model loaded, and the prompt's tokens; the fallback where the real one is not had."""
+        """Return the yardstick with its loaded model, the fallback if need be, and the prompt's tokens."""
         try:
             return self._load()
         except ChildFailed as failed:
             if self._model != REAL:
                 raise
             self._fallback, self._model = failed.reason, FALLBACK
-        self._notes.print(f"{REAL} cannot be had ({self._fallback}): running {FALLBACK}, a tiny random model, instead")
+        self._notes.print(
+            f"{REAL} is not available ({self._fallback}): running {FALLBACK}, a tiny random model, instead"
+        )
         return self._load()
 
     def _load(self) -> tuple[Child, list[int]]:

@@ -12,7 +12,7 @@ from pdplane.workers.experts.tx1 import Tx1Limits, Tx1Token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
+    """Add the flags of the command."""
     parser.add_argument("--model", required=True, help="the MoE model: a directory, hub id or tiny:FAMILY")
     parser.add_argument(
         "--listen",
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the worker; gives the exit code. Raises ConfigError."""
+    """Run the worker; return the exit code. Raises ConfigError."""
     token = Tx1Token.from_file(args.token_file)
     with mlx_needed():
         from pdplane.workers.experts.store import open_store

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def endpoints(text: str) -> list[Endpoint]:
-    """Addresses separated by commas."""
+    """Return addresses separated by commas."""
     return [endpoint(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def add_expert_flags(parser: argparse.ArgumentParser) -> None:
-    """`--experts` and what belongs to it."""
+    """Add `--experts` and what belongs to it."""
     experts = parser.add_argument_group("remote experts of a MoE model")
     experts.add_argument(
         "--experts",
@@ -56,7 +56,7 @@ def add_expert_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def attaching_experts(args: argparse.Namespace) -> Iterator[Prepare | None]:
-    """What puts the experts that were asked for in a model's place, None for none; they are let go at the end."""
+    """Yield what attaches the requested remote experts to a model, None without any; close them at the end."""
     experts = remote_experts(args)
     if experts is None:
         yield None
@@ -68,7 +68,7 @@ def attaching_experts(args: argparse.Namespace) -> Iterator[Prepare | None]:
 
 
 def remote_experts(args: argparse.Namespace) -> RemoteExperts | None:
-    """The remote experts that were asked for, not yet attached to a model. Raises ConfigError."""
+    """Return the remote experts that were asked for, not yet attached to a model. Raises ConfigError."""
     if not args.experts:
         return None
     if not args.expert_token_file:

@@ -35,7 +35,7 @@ class DaemonOptions:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """The model, and what decides the layout of its cache."""
+    """Add the flags of the model and of its cache's layout; return their group."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
@@ -79,7 +79,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None:
-    """Everything that `pdplane prefill` and `pdplane decode` have in common."""
+    """Add every flag that `pdplane prefill` and `pdplane decode` have in common."""
     model = add_model_flags(parser)
     model.add_argument(
         "--served-model-name", metavar="NAME", help="name of the model in /v1/models (default: that of --model)"
@@ -151,7 +151,7 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
 
 
 def add_number_flags(model: argparse._ActionsContainer) -> None:
-    """How numbers are stored in the cache, and the seed of models that are made on the spot."""
+    """Add the flags of the cache's numbers, and the seed of tiny models."""
     model.add_argument(
         "--kv-bits", type=int, choices=KV_BITS, help="bits to which the KV cache is quantised (default: not quantised)"
     )
@@ -166,14 +166,14 @@ def add_number_flags(model: argparse._ActionsContainer) -> None:
 
 
 def add_seed_flag(model: argparse._ActionsContainer) -> None:
-    """The seed of tiny models."""
+    """Add the seed of tiny models."""
     model.add_argument(
         "--seed", type=int, default=0, help="seed of a tiny random model's weights (default: %(default)s)"
     )
 
 
 def add_log_flags(running: argparse._ActionsContainer) -> None:
-    """What goes to standard error, and how."""
+    """Add the flags of the log."""
     running.add_argument(
         "--log-level",
         choices=LEVELS,
@@ -235,7 +235,7 @@ def _add_legacy_flags(legacy: argparse._ArgumentGroup) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """The model's flags as a value. Raises ConfigError."""
+    """Return the model's flags as a value. Raises ConfigError."""
     return EngineOptions(
         model=args.model,
         prefill_step_size=args.prefill_step_size,
@@ -250,7 +250,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
 
 
 def daemon_options(args: argparse.Namespace) -> DaemonOptions:
-    """The shared flags as values. Raises ConfigError."""
+    """Return the shared flags as values. Raises ConfigError."""
     if not args.host:
         raise ConfigError("--host is empty: that would be every interface")
     return DaemonOptions(
@@ -267,7 +267,7 @@ def daemon_options(args: argparse.Namespace) -> DaemonOptions:
 
 
 def plane_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The shared flags as keyword arguments of either plane's config. Raises ConfigError for the secret file."""
+    """Return the shared flags as keyword arguments of either plane's config. Raises ConfigError for the secret file."""
     for flag, scheme in (("--transport", args.transport), ("--legacy-transport", args.legacy_transport)):
         if scheme is not None and scheme not in TRANSPORTS:
             raise ConfigError(f"{flag} {scheme} is none of {', '.join(sorted(TRANSPORTS))}")

@@ -24,7 +24,7 @@ from pdplane.ids import Room, new_room
 from pdplane.options import count, duration, room, url
 
 _OTHER_LEG_S = 0.5
-"""How long a failure waits for the other leg's reason, which may be the better one."""
+"""How long a failure waits for the other leg's reason, which may say more."""
 _CONNECT_S = 5.0
 
 
@@ -52,7 +52,7 @@ class Wanted:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
+    """Add the flags of the command."""
     parser.add_argument("prompt", help="the text to continue; - reads it from standard input")
     parser.add_argument("--prefill", type=url, metavar="URL", help="HTTP address of the prefill daemon (default: none)")
     parser.add_argument("--decode", type=url, metavar="URL", help="HTTP address of the decode daemon (default: none)")
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask, print; gives the exit code. Raises LegFailed."""
+    """Ask, print; return the exit code. Raises LegFailed."""
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.model is not None:
         from pdplane.cli.generate_local import generate_here
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 _TAME = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""What a model says must not command a terminal."""
+"""Control characters of an answer, which must not reach the terminal."""
 
 
 class Printer:
@@ -131,7 +131,7 @@ async def ask(wanted: Wanted, printer: Printer) -> dict[str, Any]:
         try:
             answers = await _both(legs)
         finally:
-            for leg in legs:  # closing a leg's connection cancels it over there
+            for leg in legs:  # closing a leg's connection cancels it in its daemon
                 leg.cancel()
             await asyncio.gather(*legs, return_exceptions=True)
     return {"room": wanted.room, **answers["decode"], "prefill": answers["prefill"]["meta_info"]}
@@ -201,7 +201,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def _talking(role: str, where: str) -> AsyncIterator[None]:
-    """Gives every way in which a conversation breaks the name of the daemon."""
+    """Turn every failure of an exchange into LegFailed, which names the daemon."""
     try:
         yield
     except TimeoutError as error:

@@ -15,7 +15,7 @@ _TAME = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) 
 
 
 def generate_here(args: argparse.Namespace, text: str) -> int:
-    """Load, generate, print; gives the exit code. Raises ConfigError, and SessionLost when the experts are gone."""
+    """Load, generate, print; return the exit code. Raises ConfigError, and SessionLost when the experts are gone."""
     with mlx_needed():
         from pdplane.workers.cache.prefix import PrefixEngine
     with attaching_experts(args) as prepare, PrefixEngine(EngineOptions(args.model), prepare) as engine:
@@ -35,5 +35,5 @@ def generate_here(args: argparse.Namespace, text: str) -> int:
 
 def _show(text: str, *, silent: bool) -> None:
     if not silent:
-        sys.stdout.write(text.translate(_TAME))  # what a model says must not command a terminal
+        sys.stdout.write(text.translate(_TAME))  # no control characters reach the terminal
         sys.stdout.flush()

@@ -35,12 +35,12 @@ class Described:
     wrong: WireError | None = None
 
     def text(self) -> str:
-        """The heading, and the lines indented below it."""
+        """Return the heading, and the lines indented below it."""
         width = max((len(name) for name, _ in self.lines), default=0)
         return "\n".join([self.heading, *(f"  {name:<{width}}  {value}" for name, value in self.lines)])
 
     def json(self) -> str:
-        """One line."""
+        """Return one line."""
         found: dict[str, Any] = {"kind": self.kind, **self.values}
         if self.wrong is not None:
             found["wrong"] = {"field": self.wrong.field, "reason": self.wrong.reason}
@@ -55,7 +55,7 @@ class Describer:
         self._layouts: dict[SessionId, Layout] = {}
 
     def describe(self, frames: Sequence[bytes]) -> Described:
-        """Any frames give a description."""
+        """Return the description of any frames."""
         kind = self._kind or kind_of(frames)
         try:
             return self._read(kind, frames)
@@ -89,7 +89,7 @@ class Describer:
 
 
 def kind_of(frames: Sequence[bytes]) -> str:
-    """What a message claims to be; three frames with a session or a manifest are a pre-allocation, else a status."""
+    """Return the kind that a message claims; three frames with a session or a manifest are a pre-allocation."""
     if wire.is_registration(frames):
         return "registration"
     if frames and frames[0].startswith(b"pdplane/"):
@@ -182,7 +182,7 @@ def _plain(value: object) -> str:
 
 
 def _ids(numbers: Sequence[int]) -> str:
-    """Numbers with runs joined, at most so many that a line stays one."""
+    """Return numbers with runs joined, as many as fit in a line."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -198,7 +198,7 @@ def _glimpse(frame: bytes) -> str:
     return f"{shown}{f' and {len(frame) - 48:,} bytes more' if len(frame) > 48 else ''}"
 
 
-# ---- `pdplane inspect`: control messages as a person reads them, from hex lines or live from a socket of its own
+# ---- The command
 
 
 _FORMAT = """
@@ -209,7 +209,7 @@ Exit code 1 when a message was wrong.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where messages come from, and how they are printed."""
+    """Add the flags: where messages come from, and how they are printed."""
     parser.epilog = _FORMAT
     parser.add_argument(
         "file", nargs="?", default="-", help="file of hex lines; - is standard input (default: %(default)s)"
@@ -225,7 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every message; gives the exit code. Raises ConfigError."""
+    """Print every message; return the exit code. Raises ConfigError."""
     describer, wrong = Describer(args.kind), 0
     with _messages(args) as messages:
         for number, frames in enumerate(messages, 1):
@@ -273,7 +273,7 @@ def _tap(url: str) -> Iterator[Iterator[list[bytes]]]:
 
 
 def read_hex(lines: Iterable[str]) -> Iterator[list[bytes]]:
-    """Messages from text; ConfigError names a line that is no hex."""
+    """Yield messages from text. Raises ConfigError, which names a line that is no hex."""
     pending: list[bytes] = []
     for number, line in enumerate(lines, 1):
         text = line.strip()

@@ -13,7 +13,7 @@ from pdplane.wire import encode_layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The daemons' model flags, and what to print."""
+    """Add the daemons' model flags, and what to print."""
     add_model_flags(parser)
     wanted = parser.add_argument_group("layout")
     wanted.add_argument(
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the JSON; gives the exit code. Raises ConfigError."""
+    """Print the JSON; return the exit code. Raises ConfigError."""
     options = engine_options(args)
     if options.model == TOY:
         raise ConfigError("the toy has no model whose layout could be printed")

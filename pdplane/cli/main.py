@@ -28,7 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; gives the exit code. Usage errors end in SystemExit 2, as argparse does it."""
+    """Run a command; return the exit code. Usage errors end in SystemExit 2, as argparse does it."""
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in words if not word.startswith("-")), None)
     module = _load(chosen)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The shared flags and prefill's own."""
+    """Add the shared flags and prefill's own."""
     add_daemon_flags(parser, http_port=8100)
     add_expert_flags(parser)
     own = parser.add_argument_group("prefill")
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the daemon; gives the exit code. Raises ConfigError."""
+    """Run the daemon; return the exit code. Raises ConfigError."""
     options = daemon_options(args)
     config = PrefillConfig(
         **plane_fields(args),
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_rank(seat: Seat, args: argparse.Namespace, options: DaemonOptions, config: PrefillConfig) -> int:
     if args.experts:
-        raise ConfigError("--experts cannot be had together with ranks")
+        raise ConfigError("--experts does not work with a model that is split over ranks")
     config, rank = seated(config, seat), RankProcess(seat, options, config)
     with mlx_needed():
         from pdplane.engine.prefill import MlxPrefillEngine

@@ -76,7 +76,7 @@ class StopSignal:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """A signal inside the block raises KeyboardInterrupt there: for a start that waits for a long load."""
+        """Raise KeyboardInterrupt at a signal inside the block: for a start that waits for a long load."""
         self._interrupts = True
         try:
             if self._asked:
@@ -86,7 +86,7 @@ class StopSignal:
             self._interrupts = False
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether a signal came within the time; inside `listening`."""
+        """Wait for a signal; return whether one came within the time. Only inside `listening`."""
         assert self._wakeup is not None, "listen first"
         if not self._asked:
             select.select([self._wakeup.descriptor], [], [], timeout_s)
@@ -102,7 +102,7 @@ class StopSignal:
             raise KeyboardInterrupt
 
 
-# ---- Ends with the process that started us, whatever way that one dies
+# ---- The end together with the parent, however that ends
 
 
 _STDIN = 0
@@ -111,10 +111,11 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
 def exit_with_parent(spoken_to: Callable[[], None] = lambda: None) -> None:
-    """Send ourselves SIGTERM when standard input, a pipe from the parent, comes to its end.
+    """Send ourselves SIGTERM when standard input, a pipe from the parent, ends.
 
-    The kernel closes the parent's end even after SIGKILL. If the signal has not ended us after a while, we go without
-    cleaning up: nobody is left who could be told. `spoken_to` is called on another thread for whatever comes before.
+    The kernel closes the parent's side even after SIGKILL. If the signal has not ended us after a while, the process
+    exits without cleaning up, since nobody is left to be told. `spoken_to` is called on another thread for any input
+    before.
     """
     threading.Thread(target=_watch, args=(spoken_to,), name="pdplane-parent", daemon=True).start()
 
@@ -122,18 +123,18 @@ def exit_with_parent(spoken_to: Callable[[], None] = lambda: None) -> None:
 def leave_within(limit_s: float) -> None:
     """Exit without cleaning up if the process is still here then.
 
-    For a rank of a split model whose end has begun: a collective operation that waits for a peer which is gone, or
-    will never come, cannot be interrupted, and the thread inside it cannot be joined.
+    For a rank of a split model that is ending: a collective operation that waits for a peer which is gone, or will
+    never come, cannot be interrupted, and the thread inside it cannot be joined.
     """
     threading.Thread(target=_leave, args=(limit_s,), name="pdplane-leave", daemon=True).start()
 
 
 @contextmanager
 def killable(limit_s: int) -> Iterator[None]:
-    """Inside the block the kernel ends the process at a signal, or after the limit; the main thread only.
+    """Let the kernel end the process at a signal, or after the limit, inside the block; the main thread only.
 
-    For a call that waits without letting go of the interpreter, as MLX does until all ranks have come: no handler and
-    no thread of ours would run.
+    For a call that waits without releasing the GIL, as MLX does until all ranks have come: no handler and no thread of
+    ours would run.
     """
     before = {number: signal.signal(number, signal.SIG_DFL) for number in _ENDS}
     signal.alarm(limit_s)

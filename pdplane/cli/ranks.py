@@ -2,8 +2,8 @@
 
 All ranks have the same command line. Rank 0 serves HTTP and, for prefill, the rendezvous; the ports that are given are
 rank 0's, and a fixed port of its own that every rank needs counts up with the rank. All ranks end together: a signal
-to one of them ends them in order, the death of one ends the others at once, and so does the launcher's, which by
-itself leaves its processes running.
+to one of them ends them in order, the death of one ends the others at once, and so does the launcher's, since it leaves
+its processes running when it dies.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Seat:
 
 
 def seat_here(environ: Mapping[str, str] = os.environ) -> Seat | None:
-    """What the launcher said of this process: MLX_RANK and the hosts in the file MLX_HOSTFILE; None for a single one.
+    """Return this process's place as the launcher set it: MLX_RANK and the hosts in MLX_HOSTFILE; None for a single
+    one.
 
     Raises ConfigError.
     """
@@ -76,7 +77,7 @@ def seat_here(environ: Mapping[str, str] = os.environ) -> Seat | None:
 
 
 def seated(config: C, seat: Seat) -> C:
-    """The config of this rank: --advertise-host is rank 0's; on other machines the others tell their ring address."""
+    """Return this rank's config: --advertise-host is rank 0's, ranks on other machines use their ring address."""
     changes: dict[str, Any] = {"tp_size": seat.size, "tp_rank": seat.rank}
     if seat.rank > 0 and not is_loopback(config.host) and not is_loopback(seat.host):
         changes["advertise_host"] = seat.host
@@ -87,7 +88,7 @@ def seated(config: C, seat: Seat) -> C:
 
 
 class RankProcess:
-    """One rank's process: its group, its link to rank 0 or the others, and its end."""
+    """One rank's process: its group, its link to rank 0 or the others, and how it ends."""
 
     def __init__(self, seat: Seat, options: DaemonOptions, config: PlaneConfig) -> None:
         if options.engine.model == TOY:
@@ -98,22 +99,22 @@ class RankProcess:
         self.group = RankGroup(seat.rank, seat.size)
 
     def watch_parent(self) -> None:
-        """End with the launcher, whose end closes our standard input; a terminal or a file says nothing of it."""
+        """End with the launcher, which closes our standard input when it ends, unless that is a terminal or a file."""
         asked = self._options.exit_with_parent
         if (asked and self.seat.rank > 0) or (not asked and stat.S_ISFIFO(os.fstat(0).st_mode)):
-            exit_with_parent()  # rank 0's daemon does what it was asked by itself
+            exit_with_parent()  # rank 0's daemon does this itself
 
     def lost(self, reason: str) -> None:
-        """The ranks cannot go on together: the main thread sees it and ends; when it cannot, we leave anyway."""
+        """Log why the ranks cannot go on together, and exit without cleaning up unless the main thread ends soon."""
         logger.error("%s: this rank ends too", reason)
         leave_within(_LOST_S)
 
     def ends(self) -> None:
-        """An orderly end begins; it may not take for ever. Who waits for ranks that never came has nothing to end."""
+        """Bound an orderly end in time; ranks that have not met have no requests to wait for."""
         leave_within(self._options.drain_timeout_s + _GRACE_S if self.group.is_open else _LOST_S)
 
     def meet_as_first(self) -> list[RankLink]:
-        """Rank 0: open the group, tell the others where we listen, wait for them. Raises ConfigError."""
+        """Open the group as rank 0, tell the others where we listen, return the links to them. Raises ConfigError."""
         self._open()
         listener = RankListener(self._config.host)
         try:
@@ -124,7 +125,7 @@ class RankProcess:
             listener.close()
 
     def meet_first(self) -> RankLink:
-        """Another rank: open the group and connect to rank 0. Raises ConfigError."""
+        """Open the group as another rank and return the link to rank 0. Raises ConfigError."""
         self._open()
         address, _, word = self.group.tell_all(b"").decode("ascii").partition(" ")
         return connect_rank(Endpoint.parse(address), word, self.seat.rank)
@@ -143,7 +144,7 @@ def lead(
     make_lead: Callable[[HttpThread, Mapping[str, Any], Ranks, Meet, Callable[[str], None]], L],
     make_app: Callable[[L], web.Application],
 ) -> int:
-    """Run rank 0; gives the exit code."""
+    """Run rank 0; return the exit code."""
     rank.watch_parent()
 
     def make(http: HttpThread, facts: Mapping[str, Any]) -> L:
@@ -159,7 +160,7 @@ def follow(
     options: DaemonOptions,
     make_node: Callable[[HttpThread, Follower], tuple[PrefillNode | DecodeNode, BeginLeg]],
 ) -> int:
-    """Run another rank until rank 0 parts from us; gives the exit code. Raises ConfigError."""
+    """Run another rank until rank 0 leaves; return the exit code. Raises ConfigError."""
     set_up_logging(options.log_level, as_json=options.log_json)
     stop, http = StopSignal(), HttpThread()
     with stop.listening():

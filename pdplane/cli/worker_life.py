@@ -1,4 +1,7 @@
-"""One life of a worker: start, say ready, wait for a signal or a shutdown, close; with HTTP beside it when asked."""
+"""A worker from start to end: start, print the ready line, wait for a signal or a shutdown, close.
+
+HTTP if asked for.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ class Worker(Protocol):
     def close(self) -> None: ...
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether a client has ended the worker."""
+        """Return whether a client has ended the worker."""
 
     def statistics(self) -> attrs.AttrsInstance: ...
 
 
 def add_worker_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that both workers have."""
+    """Add the flags that both workers have."""
     running = parser.add_argument_group("running")
     running.add_argument(
         "--http-port",
@@ -49,7 +52,7 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_worker(role: str, worker: Worker, args: argparse.Namespace, model: Callable[[], str]) -> int:
-    """Run until a signal or a client ends it; gives the exit code. Raises ConfigError with nothing left open."""
+    """Run until a signal or a client ends it; return the exit code. Raises ConfigError with nothing left open."""
     set_up_logging(args.log_level, as_json=args.log_json)
     stop, http = StopSignal(), HttpThread()
     with stop.listening():
@@ -72,7 +75,7 @@ def run_worker(role: str, worker: Worker, args: argparse.Namespace, model: Calla
 
 
 def worker_app(role: str, worker: Worker) -> web.Application:
-    """`/health`, `/statistics` as JSON and `/metrics` for Prometheus."""
+    """Return an application with `/health`, `/statistics` as JSON and `/metrics` for Prometheus."""
     prefix = f"pdplane_{role.replace('-', '_')}"
 
     async def health(_request: web.Request) -> web.Response:

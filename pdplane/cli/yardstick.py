@@ -2,9 +2,9 @@
 
     python -m pdplane.cli.yardstick QUESTION          where QUESTION is the JSON of a `Question`
 
-Says, one JSON object a line: {"progress": [what, done, total]} while it gets the model, {"tokens": [...]} when it has
-it, and after any line on standard input {"ids": [...], "logprobs": [...]}; or {"error": text}. It is the first to
-want the model, and the daemons find in the cache what it has downloaded. MLX runs on the main thread.
+Prints, one JSON object a line: {"progress": [what, done, total]} while it gets the model, {"tokens": [...]} when it has
+it, and after any line on standard input {"ids": [...], "logprobs": [...]}; or {"error": text}. It loads the model
+first, so that the daemons find the download in the cache. MLX runs on the main thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Question:
 
 
 def main() -> int:
-    """Load, wait for the word, compute; ends early when the parent is gone."""
+    """Load, wait for a line, compute; end early when the parent is gone."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     word = threading.Event()
     exit_with_parent(word.set)

@@ -21,7 +21,7 @@ Splits = Sequence[tuple[FieldId, Partition]]
 
 
 def bench_layout(name: str, tp_size: int, num_lcm_blocks: int) -> Layout:
-    """One rank's layout by its name; ConfigError lists the names."""
+    """Return one rank's layout by its name; raise ConfigError, which lists the names, for another one."""
     try:
         make = LAYOUTS[name]
     except KeyError:
@@ -83,23 +83,23 @@ def _full_attention(tp: int, blocks: int) -> Layout:
 
 
 def _gqa_small(tp: int, blocks: int) -> Layout:
-    """Fewer heads than some sides have ranks."""
+    """Return a layout with fewer heads than some sides have ranks."""
     return _dense(tp, blocks, heads=2, width=4, page=4, layers=1)
 
 
 def _big(tp: int, blocks: int) -> Layout:
-    """1 MiB a block at tp 1, in 16 fields: for timings."""
+    """Return a layout of 1 MiB a block at tp 1, in 16 fields: for timings."""
     return _dense(tp, blocks, heads=8, width=64, page=64, layers=8)
 
 
 def _mla(_tp: int, blocks: int) -> Layout:
-    """Latents, which every rank has whole."""
+    """Return a layout of latents, which every rank has whole."""
     fields = [_field("full", f"layer.{n}.latent", f"unit.{n}.latent", 4, 12) for n in range(2)]
     return _plan(4, blocks, [_rows("full", 4)], fields)
 
 
 def _swa_hybrid(tp: int, blocks: int) -> Layout:
-    """A full and a sliding layer in the same planes."""
+    """Return a layout with a full and a sliding layer in the same planes."""
     heads, page = 4, 4
     names = [(layer, group, kind) for layer, group in ((0, "full"), (1, "swa")) for kind in "kv"]
     fields = [_field(g, f"layer.{n}.{kv}", f"unit.0.{kv}", page, _local(heads, tp), 4) for n, g, kv in names]
@@ -108,7 +108,7 @@ def _swa_hybrid(tp: int, blocks: int) -> Layout:
 
 
 def _state_hybrid(tp: int, blocks: int) -> Layout:
-    """Keys and values beside a recurrent state, whose convolution has three parts."""
+    """Return a layout of keys and values beside a recurrent state, whose convolution has three parts."""
     heads, page, key_width, value_width = 4, 8, 16, 16
     local = _local(heads, tp)
     conv = 2 * key_width + value_width
@@ -135,7 +135,7 @@ def _state_hybrid(tp: int, blocks: int) -> Layout:
 
 
 def _compressed(_tp: int, blocks: int) -> Layout:
-    """Rows of two tokens, two blocks a parent."""
+    """Return a layout with rows of two tokens and two blocks a parent."""
     fields = [
         _field("comp", "layer.0.c", "unit.0.c", 4, 6, dtype="uint8"),
         _field("full", "layer.0.latent", "unit.0.k", 8, 3),
@@ -157,14 +157,14 @@ LAYOUTS: Mapping[str, Callable[[int, int], Layout]] = {
 # ---- Page contents that either side of a test bench can compute alone
 #
 # A page depends on (room, group, field, slot) and on the position in the whole tensor, so every rank of either
-# side knows what it must hold. Shared with the bench peers of other implementations.
+# side can compute it. Shared with the bench peers of other implementations.
 
 
 Octets = npt.NDArray[np.uint8]
 
 
 def bench_page(layout: Layout, field_id: FieldId, room: int, slot: int, tp_size: int, tp_rank: int) -> Octets:
-    """The bytes of one rank's page of a field for a slot of a room, one axis."""
+    """Return the bytes of one rank's page of a field for a slot of a room, one axis."""
     field, partition = layout.field(field_id), layout.partition(field_id)
     element = field.element_bytes
     if partition is None:
@@ -179,7 +179,7 @@ def bench_page(layout: Layout, field_id: FieldId, room: int, slot: int, tp_size:
 
 @functools.lru_cache
 def _mine(parts: tuple[int, ...], shards: int, shard: int) -> npt.NDArray[np.intp]:
-    """The rows of the whole axis that a shard holds."""
+    """Return the rows of the whole axis that a shard holds."""
     found, start = [], 0
     for part in parts:
         width = part // shards

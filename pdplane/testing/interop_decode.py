@@ -1,4 +1,4 @@
-"""The decode rank of the interop peer: it knows every byte that must come, and that no other byte may change."""
+"""The decode rank of the interop peer: it checks every byte that must come, and that no other byte changes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run_decode(options: InteropOptions, events: EventLog) -> bool:
             side = _Side(plane, layout, arena, Pool(layout), options, events, Alarm())
             runs = [_DecodeRun(side, room) for room in options.rooms]
             drive(runs, reduce, side.alarm, options.timeout, poll=lambda: _note_offers(plane, runs))
-            time.sleep(options.linger)  # what still lands now is stray
+            time.sleep(options.linger)  # bytes that land now are stray
         finally:
             reduce.close()
         stray = _stray_bytes(arena, layout, [run.manifest for run in runs])
@@ -158,7 +158,7 @@ def _note_offers(plane: DecodePlane, runs: Sequence[_DecodeRun]) -> None:
 
 
 def _compare(side: _Side, blocks: Mapping[GroupId, Sequence[int]], room: Room) -> tuple[int, int]:
-    """Bytes of the room's pages that are right, and those that are not."""
+    """Return how many bytes of the room's pages are right, and how many are not."""
     layout, options, good, bad = side.layout, side.options, 0, 0
     for field in layout.fields:
         ids = np.asarray(blocks[field.group_id], np.uint64)
@@ -171,7 +171,7 @@ def _compare(side: _Side, blocks: Mapping[GroupId, Sequence[int]], room: Room) -
 
 
 def _stray_bytes(arena: Arena, layout: Layout, manifests: Sequence[Manifest]) -> int:
-    """Bytes outside the rooms' pages that have changed."""
+    """Return how many bytes outside the rooms' pages have changed."""
     outside = np.ones(arena.nbytes, np.bool_)
     for manifest in manifests:
         for start, length in zip(*(column.tolist() for column in window_runs(layout, manifest)), strict=True):

@@ -47,7 +47,7 @@ ROLES: Mapping[str, Callable[[InteropOptions, EventLog], bool]] = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Play the role; gives the exit code."""
+    """Play the role; return the exit code."""
     try:
         options = parse(list(sys.argv[1:] if words is None else words))
     except ConfigError as wrong:

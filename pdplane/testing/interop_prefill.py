@@ -1,4 +1,4 @@
-"""The prefill rank of the interop peer: synthetic pages in the place of a model."""
+"""The prefill rank of the interop peer: synthetic pages instead of a model."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class _PrefillRun:
     def _write_pages(
         self, offered: Mapping[GroupId, Sequence[int]], window: RoomWindow, steps: range, chunk: range
     ) -> None:
-        """Only what the chunk completes: a page that was sent too early would arrive empty."""
+        """Write only the pages that the chunk completes, so that one sent too early arrives empty and is noticed."""
         layout, options = self._layout, self._options
         for field_id in (name for step in steps for name in layout.steps[step]):
             spec = layout.spec(layout.field(field_id).group_id)
@@ -159,9 +159,9 @@ class _PrefillRun:
 
 
 def _chunks(options: InteropOptions, window: RoomWindow) -> Iterator[range]:
-    """The prompt in the pieces that are pushed apart; what our cache held before the first one belongs to it.
+    """Yield the prompt's chunks that are pushed one by one; tokens that our cache held already belong to the first.
 
-    An idle rank has none: nobody has told it a window.
+    An idle rank has none, since it gets no offer with lengths.
     """
     if not window.destinations:
         return
@@ -172,7 +172,7 @@ def _chunks(options: InteropOptions, window: RoomWindow) -> Iterator[range]:
 
 
 def _intervals(layout: Layout, options: InteropOptions) -> Iterator[range]:
-    """The layout's steps in the order of their pushes: some layers at a time, a draft model's as one."""
+    """Yield the layout's steps in the order of their pushes: some layers at a time, a draft model's as one."""
     count = len(layout.steps)
     if options.layerwise_interval <= 0:
         yield range(count)

@@ -84,7 +84,7 @@ class InteropOptions:
         return Endpoint(self.host, self.reduce_port)
 
     def make_layout(self) -> Layout:
-        """This rank's layout; raises ConfigError or WireError."""
+        """Return this rank's layout. Raises ConfigError or WireError."""
         if self.layout_file is None:
             return bench_layout(self.layout, self.tp_size, self.arena_blocks)
         try:
@@ -94,7 +94,7 @@ class InteropOptions:
 
 
 def parse(words: Sequence[str]) -> InteropOptions:
-    """The options; a wrong one ends in SystemExit 2. Raises ConfigError for options that do not fit together."""
+    """Return the options; a wrong one ends in SystemExit 2. Raises ConfigError for options that do not fit together."""
     values = vars(_parser().parse_args(words))
     options = InteropOptions(**values)
     if not 0 <= options.tp_rank < options.tp_size:
@@ -102,7 +102,7 @@ def parse(words: Sequence[str]) -> InteropOptions:
     if not 0 <= options.dp_rank < options.dp_size:
         raise ConfigError(f"--dp-rank {options.dp_rank} is outside 0..{options.dp_size - 1}")
     if options.channel == "legacy" and options.transport != "mooncake":
-        # Our own transports let a writer in by the life and the use of the room that native notices name.
+        # Our own transports admit a writer by its life and generation, which only native notices carry.
         raise ConfigError(f"--transport {options.transport} needs --channel native; legacy peers write with mooncake")
     if options.log_level.upper() not in logging.getLevelNamesMapping():
         raise ConfigError(f"--log-level {options.log_level} is none of {', '.join(logging.getLevelNamesMapping())}")
@@ -247,7 +247,7 @@ class Reduce(Protocol):
     """One collective call a poll."""
 
     def minimum(self, states: Sequence[int]) -> list[int]:
-        """The least state of each room over the ranks; our own when the others are gone."""
+        """Return the least state of each room over the ranks; our own when the others are gone."""
 
     def close(self) -> None: ...
 
@@ -259,11 +259,11 @@ class Alone:
         return list(states)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing, since nothing is open."""
 
 
 def join_ranks(where: Endpoint, tp_size: int, tp_rank: int) -> Reduce:
-    """Meet the other ranks at rank 0's address; waits for all of them. Raises ConfigError."""
+    """Meet the other ranks at rank 0's address and wait for all of them. Raises ConfigError."""
     if where.port <= 0 or tp_size == 1:
         return Alone()
     try:
@@ -341,7 +341,7 @@ def _gather(where: Endpoint, tp_size: int) -> _Leader:
 
 
 def _connect(where: Endpoint) -> _Line:
-    """Rank 0 may start later than we do."""
+    """Connect to rank 0, which may start later than we do."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -361,7 +361,7 @@ BOOTSTRAPPED: int = StatusCode.BOOTSTRAPPED.value
 SUCCESS: int = StatusCode.SUCCESS.value
 NAMES = {code.value: "".join(word.title() for word in code.name.split("_")) for code in StatusCode}
 
-_POLL_S = 0.001  # what no future tells, such as an offer, is noticed so late
+_POLL_S = 0.001  # delay at most of what no future reports, such as an offer
 
 
 class Run(Protocol):
@@ -374,7 +374,7 @@ class Run(Protocol):
     @property
     @abstractmethod
     def state(self) -> int:
-        """What this rank knows, as a status code."""
+        """The room's state on this rank, as a status code."""
 
     @abstractmethod
     def advance(self, agreed: int) -> None:
@@ -399,7 +399,7 @@ class Alarm:
 def drive(
     runs: Sequence[Run], reduce: Reduce, alarm: Alarm, timeout_s: float, poll: Callable[[], None] = lambda: None
 ) -> None:
-    """Until every room has ended or the time is over, then its outcome is `timeout`. `poll` runs before each round."""
+    """Run until every room has ended, or `timeout` is its outcome; `poll` runs before each round."""
     deadline = time.monotonic() + timeout_s
     while any(run.outcome is None for run in runs) and time.monotonic() < deadline:
         poll()
@@ -418,7 +418,7 @@ def finish(events: EventLog, role: str, runs: Sequence[Run], expect: str, **more
 
 
 def reason_of(future: Future[Any], default: str = "another rank failed it") -> str:
-    """Why a room's future failed."""
+    """Return why a room's future failed."""
     error = future.exception() if future.done() else None
     if isinstance(error, RoomFailed):
         return error.cause
@@ -426,7 +426,7 @@ def reason_of(future: Future[Any], default: str = "another rank failed it") -> s
 
 
 def tables(layout: Layout, blocks: Mapping[GroupId, Sequence[int]], prefix_len: int, prompt_len: int) -> dict[str, Any]:
-    """Block ids by slot for each group; -1 where the room has none."""
+    """Return the block ids by slot for each group; -1 where the room has none."""
     found = {}
     for group_id, ids in blocks.items():
         slots = logical_slots(layout.spec(group_id), prefix_len, prompt_len)
@@ -436,15 +436,15 @@ def tables(layout: Layout, blocks: Mapping[GroupId, Sequence[int]], prefix_len: 
 
 # ---- The planes behind an interop peer: the product's own, set up for either channel
 #
-# On the legacy channel they hide what native peers recognise each other by, so that two of them speak it too.
+# On the legacy channel they leave out what native peers recognise each other by, so that two of them use it too.
 
 
-_SLACK_S = 60.0  # the peer's own time is over before the plane's
+_SLACK_S = 60.0  # so that the peer's own deadline comes before the plane's
 _LEGACY_KEYS = ("role", "world_size", "dp_size", "rank_ip", "rank_port", "engine_rank", "cache_layout")
 
 
 def prefill_plane(options: InteropOptions, layout: Layout, arena: Arena) -> PrefillPlane:
-    """A prefill rank that is not started yet. Raises ConfigError."""
+    """Return a prefill rank that is not started yet. Raises ConfigError."""
     legacy = options.channel == "legacy"
     config = PrefillConfig(
         host=options.host,
@@ -464,7 +464,7 @@ def prefill_plane(options: InteropOptions, layout: Layout, arena: Arena) -> Pref
 
 
 def decode_plane(options: InteropOptions, layout: Layout, arena: Arena) -> DecodePlane:
-    """A decode rank that is not started yet. Raises ConfigError."""
+    """Return a decode rank that is not started yet. Raises ConfigError."""
     legacy = options.channel == "legacy"
     config = DecodeConfig(
         host=options.host,

@@ -8,7 +8,7 @@
         prefill.serve(room, source_blocks, token=42)
 
 They are written from the description of that wire, not from our codecs, and step by step: nothing happens
-that the test did not say. `prefill.write`, `report` and `say` do any part of it, in any order, or wrongly.
+that the caller did not ask for. `prefill.write`, `report` and `say` do any part of it, in any order, or wrongly.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LegacyStatus:
 
 @attrs.frozen
 class Contact:
-    """The prefill ranks of one address and group: whom to tell, and whose Success to wait for."""
+    """The prefill ranks of one address and group: the sockets to them, and those whose Success is expected."""
 
     pushes: Mapping[Rank, zmq.Socket[bytes]]
     expected: frozenset[Rank]
@@ -66,8 +66,8 @@ class Contact:
 class LegacyDecode:
     """One rank with an arena; `with` opens its sockets. `transport` says how prefill's bytes reach the arena.
 
-    A one-sided transport writes as it does in life; over the others a window of generation 0 is opened for each
-    offer, since their receivers ask for one.
+    A one-sided transport writes as between real peers; for the others a window of generation 0 is opened at each offer,
+    since their receivers require one.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class LegacyDecode:
         self._receiver.close()
         self._context.destroy(linger=0)
 
-    # ---- what it says
+    # ---- what it sends
 
     def registration(self, **changes: bytes) -> list[bytes]:
-        """The eight frames; a keyword replaces one (host, port, session, base, layout, tp_size, tp_rank)."""
+        """Return the eight frames; a keyword replaces one (host, port, session, base, layout, tp_size, tp_rank)."""
         frames = {
             "marker": b"None",
             "host": self.host.encode(),
@@ -164,18 +164,18 @@ class LegacyDecode:
             push.send_multipart([str(room).encode(), self.session.encode(), manifest_frame])
         return contact
 
-    # ---- what it hears
+    # ---- what it receives
 
     def hear(self, timeout_s: float = PATIENCE_S) -> LegacyStatus:
-        """The next status of any room. Raises TimeoutError."""
+        """Return the next status of any room. Raises TimeoutError."""
         if not self._pull.poll(int(max(0.0, timeout_s) * 1000)):
             raise TimeoutError("no status came")
         return _read(self._pull.recv_multipart())
 
     def wait(self, room: int, contact: Contact, timeout_s: float = PATIENCE_S) -> LegacyStatus:
-        """Until every expected rank said Success: the status whose token counts. RoomFailed for a Failed of anybody.
+        """Wait until every expected rank sent Success; return the status whose token counts.
 
-        Raises TimeoutError.
+        Raises RoomFailed for a Failed of any rank, and TimeoutError.
         """
         until, arrived = time.monotonic() + timeout_s, list[LegacyStatus]()
         while True:
@@ -191,7 +191,7 @@ class LegacyDecode:
             self._heard.append(self.hear(until - time.monotonic()))
 
     def close_window(self, room: int) -> None:
-        """For transports that ask: nothing of this room lands any more."""
+        """Close the room's window, for transports with a fence: nothing of it lands any more."""
         self._fence.close(Room(room), Generation(0))
 
     @property
@@ -218,11 +218,11 @@ def _read(frames: list[bytes]) -> LegacyStatus:
 
 
 Write: TypeAlias = Callable[[str, int, npt.NDArray[np.uint8]], None]
-"""Put these bytes at this address behind this session. Nobody asks whether it may."""
+"""Writes these bytes at this address behind this session, without any check."""
 
 
 def write_in_process(session: str, address: int, data: npt.NDArray[np.uint8]) -> None:
-    """For a decode rank in this process, whose arena outlives the write."""
+    """Write into a decode rank of this process, whose arena must exist until then."""
     del session
     ctypes.memmove(address, np.ascontiguousarray(data).ctypes.data, data.nbytes)
 
@@ -242,7 +242,7 @@ class LegacyRegistration:
 
 @attrs.frozen
 class LegacyOffer:
-    """One decode rank's pre-allocation; no blocks from one that only joins the vote."""
+    """One decode rank's pre-allocation; `blocks` is None from a rank that gets no bytes."""
 
     room: int
     registration: LegacyRegistration
@@ -289,7 +289,7 @@ class LegacyPrefill:
         self._context.destroy(linger=0)
 
     def restart(self) -> None:
-        """Die and come back at the same port, as another life that knows nobody."""
+        """Close everything and bind the same port again, as a restarted process would."""
         self._context.destroy(linger=0)
         self._pushes.clear()
         self.registrations.clear()
@@ -298,7 +298,7 @@ class LegacyPrefill:
         self._pull.bind(f"tcp://{self.host}:{self.port}")
 
     def body(self) -> dict[str, Any]:
-        """What the rank publishes of itself."""
+        """Return what the rank publishes of itself."""
         return {
             "role": "Prefill",
             "world_size": self.tp_size * self.dp_size,
@@ -309,10 +309,10 @@ class LegacyPrefill:
             "cache_layout": wire.encode_layout(self.layout).decode("ascii"),
         }
 
-    # ---- what it hears
+    # ---- what it receives
 
     def hear(self, timeout_s: float = PATIENCE_S) -> list[bytes]:
-        """One message, taken in if it can be. Raises TimeoutError."""
+        """Receive one message, keep it if it is a registration or an offer, and return it. Raises TimeoutError."""
         if not self._pull.poll(int(max(0.0, timeout_s) * 1000)):
             raise TimeoutError("no message came")
         frames = self._pull.recv_multipart()
@@ -324,7 +324,10 @@ class LegacyPrefill:
         return frames
 
     def wait(self, room: int, timeout_s: float = PATIENCE_S) -> list[LegacyOffer]:
-        """Until every decode rank that this one serves has offered the room. Raises TimeoutError."""
+        """Wait until every decode rank that this one feeds has offered the room; return the offers.
+
+        Raises TimeoutError.
+        """
         until = time.monotonic() + timeout_s
         while True:
             found = {offer.registration.tp_rank: offer for offer in self._offers if offer.room == room}
@@ -362,7 +365,7 @@ class LegacyPrefill:
             self._write(theirs.session, theirs.arena_base + to, self.arena.bytes[start : start + length])
 
     def report(self, offer: LegacyOffer, code: int, token: int = -1, **more: Any) -> None:  # noqa: ANN401
-        """Tell one decode rank how its room stands; see `status_frames` for the rest."""
+        """Send one decode rank a status; see `status_frames` for the rest."""
         self.say(offer.registration, status_frames(offer.room, code, self.tp_rank, token, **more))
 
     def say(self, to: LegacyRegistration, frames: Sequence[bytes]) -> None:
@@ -374,7 +377,7 @@ class LegacyPrefill:
         self._pushes[address].send_multipart(list(frames))
 
     def serve(self, room: int, source_blocks: Mapping[GroupId, Sequence[int]], token: int = 42) -> list[LegacyOffer]:
-        """One room as it should be: wait for the offers, write everything, say Success."""
+        """Serve one room without faults: wait for the offers, write everything, send Success; return the offers."""
         offers = self.wait(room)
         for offer in offers:
             self.write(offer, source_blocks)
@@ -394,7 +397,7 @@ def status_frames(
     cached_tokens: int | None = None,
     logprob: float | None = None,
 ) -> list[bytes]:
-    """Five frames; seven, as newer peers send, with `cached_tokens`."""
+    """Return five frames; seven, as newer peers send, with `cached_tokens`."""
     frames = [str(number).encode("ascii") for number in (room, code, prefill_rank, token)]
     frames.append(struct.pack(f"<{len(candidates)}i", *candidates))
     if cached_tokens is not None:
@@ -422,19 +425,6 @@ def _offer(frames: Sequence[bytes], registration: LegacyRegistration) -> LegacyO
     found = json.loads(manifest)
     blocks = {group["group_id"]: tuple(group["block_ids"]) for group in found["groups"]}
     return LegacyOffer(int(room), registration, blocks, found["prefix_len"], found["prompt_len"])
-
-
-# ---- The older generation of peers, played for tests: both roles and their rendezvous, misbehaviour included
-#
-#     with LegacyDecode(layout) as decode:                      # beside your prefill
-#         contact = decode.offer(rendezvous, room, blocks, prompt_len=100)
-#         status = decode.wait(room, contact)
-#
-#     with LegacyRendezvous() as http, LegacyPrefill(layout, http.endpoint) as prefill:     # beside your decode
-#         prefill.serve(room, source_blocks, token=42)
-#
-# They are written from the description of that wire, not from our codecs, and step by step: nothing happens
-# that the test did not say. `prefill.write`, `report` and `say` do any part of it, in any order, or wrongly.
 
 
 __all__ = [

@@ -61,7 +61,7 @@ class LegacyRendezvous:
             self.ranks[engine_rank // tp_size, engine_rank % tp_size] = address
 
     def get(self, engine_rank: int, dp_group: int) -> dict[str, Any]:
-        """The answer to a question for a rank, or for all at once; any exception is the legacy server's 500."""
+        """Return the answer to a question for a rank, or for all at once; any exception is the legacy server's 500."""
         if engine_rank == dp_group == -1:
             return {"prefill_tp_size": self.world_size, "prefill_dp_size": self.dp_size, "cache_layout": self.layout}
         return self.ranks[dp_group, engine_rank]
@@ -71,7 +71,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 512
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of a client that left before its answer."""
+        """Print nothing of a client that left before its answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]  # as the server gave it
 
@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_DELETE = do_PATCH = do_POST
 
     def log_message(self, *_: object) -> None:
-        """Say nothing on stderr."""
+        """Print nothing on stderr."""
 
     def _answer(self, status: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
         body = text.encode()
@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def put_rank(rendezvous: Endpoint, body: dict[str, Any]) -> tuple[int, str]:
-    """PUT a rank's registration as the `requests` library sends it; status and text of the answer."""
+    """PUT a rank's registration as the `requests` library does; return status and text of the answer."""
     headers = {
         "User-Agent": "python-requests/2.32.4",
         "Accept-Encoding": "gzip, deflate",
@@ -140,7 +140,7 @@ def put_rank(rendezvous: Endpoint, body: dict[str, Any]) -> tuple[int, str]:
 
 
 def look_up(rendezvous: Endpoint, room: int) -> tuple[int, int, bytes, list[Endpoint]]:
-    """Ask as a legacy decode does: prefill's tp size, the group of the room, the layout, the group's addresses.
+    """Ask as a legacy decode does; return prefill's tp size, the room's group, the layout, the group's addresses.
 
     Raises ConnectionError for anything but 200, as a legacy decode fails the room then.
     """

@@ -45,7 +45,7 @@ class ToyJob(Generic[T]):
 
     def __init__(self, turns: Turns[T]) -> None:
         self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()  # it ends by its own thread only
+        self.future.set_running_or_notify_cancel()  # only its own thread ends it
         self.cancelled = threading.Event()
         self._turns = turns
 
@@ -54,7 +54,7 @@ class ToyJob(Generic[T]):
         self.cancelled.set()
 
     def take_turn(self, *, closing: bool) -> bool:
-        """Run one turn; True when another one is wanted."""
+        """Run one turn; return True when another one is needed."""
         if closing or self.cancelled.is_set():
             self._turns.close()
             self.future.set_exception(CancelledError("the engine closes" if closing else "cancelled"))
@@ -88,7 +88,7 @@ class ToyThread:
             self._thread.start()
 
     def submit(self, turns: Turns[T]) -> ToyJob[T]:
-        """Queue a job; InternalError when the thread is closed."""
+        """Queue a job; raise InternalError when the thread is closed."""
         job = ToyJob(turns)
         with self._wake:
             if self._closing or self._thread is None:
@@ -157,7 +157,7 @@ class ToyEngine:
         return self.options.context_length
 
     def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
-        """Blocks of each group that a prompt's cache takes."""
+        """Return how many blocks of each group a prompt's cache takes."""
         return blocks_needed(self.layout, prompt_len)
 
     def check_prompt_len(self, prompt_len: int) -> None:
@@ -185,7 +185,7 @@ class ToyEngine:
 
 
 class ToyPrefillEngine(ToyEngine):
-    """Writes a prompt's KV chunk by chunk and tells of it; each layer of the last chunk is told on its own."""
+    """Writes a prompt's KV chunk by chunk and reports it; each layer of the last chunk is reported on its own."""
 
     def prefill(
         self,
@@ -227,7 +227,7 @@ class ToyPrefillEngine(ToyEngine):
 class ToyDecodeEngine(ToyEngine):
     """Reads a prompt's KV from its arena and draws one token a turn.
 
-    A page that changes after it was said to be final makes the request fail.
+    A page that changes after it was reported as final makes the request fail.
     """
 
     def assemble(self, prompt_len: int, blocks: Mapping[GroupId, Sequence[int]]) -> ToyAssembly:
@@ -300,7 +300,7 @@ class ToyAssembly:
 
 
 def _token(options: ToyOptions, digest: bytes, answer: Sequence[int], sampling: Sampling) -> Token:
-    """The next token; a seed gives other ones, and the likeliest are it and the letters behind it."""
+    """Return the next token; each seed has its own. The likeliest are it and the letters after it."""
     if sampling.temperature > 0 and sampling.seed is not None:
         digest += sampling.seed.to_bytes(8, "little")
     token, logprob = next_token(options, digest, answer)
@@ -326,16 +326,16 @@ class ToyTokenizer:
     eos_ids: frozenset[int] = frozenset({EOS})
 
     def encode(self, text: str) -> list[int]:
-        """The text's bytes."""
+        """Return the text's bytes."""
         return list(text.encode())
 
     def apply_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Role and content of each message on a line of its own, then the assistant's beginning."""
+        """Return role and content of each message on a line of its own, then the assistant's beginning."""
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join(lines) + "assistant: ")
 
     def detokenizer(self) -> ToyDetokenizer:
-        """A fresh one for one sequence."""
+        """Return a detokenizer for one new sequence."""
         return ToyDetokenizer()
 
 
@@ -346,9 +346,9 @@ class ToyDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """The text that is final with this byte; EOS has none."""
+        """Return the text that is final with this byte; EOS has none."""
         return "" if token == EOS else self._decoder.decode(bytes([token & 0xFF]))
 
     def finish(self) -> str:
-        """What was still held back."""
+        """Return the text that was still held back."""
         return self._decoder.decode(b"", final=True)

