@@ -166,7 +166,7 @@ class PrefillHandle(Protocol):
         """
 
     def cancel(self, cause: str) -> None:
-        """End the leg; returns at once, harmless after the end, any thread."""
+        """End the leg, from any thread; return at once, harmless after the end."""
 
 
 class DecodeHandle(Protocol):
@@ -177,7 +177,7 @@ class DecodeHandle(Protocol):
         """Ends after the last call of `on_token`; errors as for prefill."""
 
     def cancel(self, cause: str) -> None:
-        """End the leg; returns at once, harmless after the end, any thread."""
+        """End the leg, from any thread; return at once, harmless after the end."""
 
 
 class Node(Protocol):
@@ -211,7 +211,7 @@ class Node(Protocol):
         """
 
     def start(self) -> None:
-        """Bind, start the threads and come up; raises ConfigError."""
+        """Bind, start the threads and come up. Raises ConfigError."""
 
     def close(self, drain_s: float = 0.0) -> None:
         """Take no more, wait up to `drain_s` for what runs, end the rest, join every thread; idempotent."""
@@ -340,7 +340,7 @@ class Engine(Protocol):
         """Usable from any thread."""
 
     def start(self) -> None:
-        """Load the model and make the arena; blocks; raises ConfigError."""
+        """Load the model and make the arena; blocks. Raises ConfigError."""
 
     def close(self) -> None:
         """End every job and join the engine's thread; idempotent."""
@@ -369,7 +369,7 @@ class DecodeEngine(Engine, Protocol):
     """Continues from a prompt's KV in its arena."""
 
     def assemble(self, prompt_len: int, blocks: Mapping[GroupId, Sequence[int]]) -> EngineAssembly:
-        """Begin a sequence while its blocks are still being written; raises ConfigError for what cannot work."""
+        """Begin a sequence while its blocks are still being written. Raises ConfigError for what cannot work."""
 
     def decode(
         self,

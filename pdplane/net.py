@@ -85,7 +85,7 @@ class Acceptor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Accept no more; returns at once, any thread."""
+        """Accept no more, from any thread; return at once."""
         self._closing = True
         self._wakeup.wake()
 

@@ -63,7 +63,10 @@ class Child:
         return self._process.pid
 
     def hear(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Its next JSON line. Raises ChildFailed with the last words of a process that ended, or after a silence."""
+        """Return its next JSON line.
+
+        Raises ChildFailed, with its last output, when it has ended, and after a silence.
+        """
         try:
             said = self._lines.receive(timeout_s)
         except TimeoutError:

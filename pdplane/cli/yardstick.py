@@ -42,7 +42,7 @@ def main() -> int:
     word = threading.Event()
     exit_with_parent(word.set)
     speaker = _Speaker(JsonLines(writer=sys.stdout))
-    sys.stdout = sys.stderr  # no library's chatter among our lines
+    sys.stdout = sys.stderr  # so that libraries print nothing among our lines
     try:
         _measure(speaker, word, Question(**json.loads(sys.argv[1])))
     except ConfigError as error:

@@ -98,7 +98,7 @@ def open_context() -> Context:
 
 
 def bind_socket(bound: zmq.Socket[bytes], listen: Endpoint, name: str) -> Endpoint:
-    """Bind and give the real address; raise ConfigError, which names one that cannot be bound."""
+    """Bind and give the real address. Raises ConfigError, which names one that cannot be bound."""
     try:
         bound.bind(listen.url("tcp"))
     except zmq.ZMQError as error:
@@ -121,7 +121,7 @@ class RouterChannel:
         return self._socket
 
     def bind(self, context: Context, listen: Endpoint) -> Endpoint:
-        """Bind and give the real address; raise ConfigError, which names one that cannot be bound."""
+        """Bind and give the real address. Raises ConfigError, which names one that cannot be bound."""
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._curve is not None:

@@ -96,7 +96,7 @@ class LegacyPrefillChannel:
         return self._pull
 
     def bind(self, context: Context, listen: Endpoint) -> Endpoint:
-        """Bind and give the real address; raise ConfigError, which names one that cannot be bound."""
+        """Bind and give the real address. Raises ConfigError, which names one that cannot be bound."""
         self._context, self._pull = context, context.socket(zmq.PULL)
         return bind_socket(self._pull, listen, "legacy control port")
 

@@ -178,7 +178,7 @@ class Arrivals:
         self._fields, self._count = tuple(fields), len(ids)
 
     def add(self, offsets: U64, lengths: U64) -> Iterator[tuple[FieldId, Slots]]:
-        """Take in runs of the arena; gives the pages that are whole now and were not before, field by field."""
+        """Take in runs of the arena; return the pages that are whole now and were not before, field by field."""
         start = offsets.astype(np.int64)
         end = start + lengths.astype(np.int64)
         first = np.searchsorted(self._end, start, side="right")

@@ -21,7 +21,7 @@ Splits = Sequence[tuple[FieldId, Partition]]
 
 
 def bench_layout(name: str, tp_size: int, num_lcm_blocks: int) -> Layout:
-    """Return one rank's layout by its name; raise ConfigError, which lists the names, for another one."""
+    """Return one rank's layout by its name. Raises ConfigError, which lists the names, for another one."""
     try:
         make = LAYOUTS[name]
     except KeyError:

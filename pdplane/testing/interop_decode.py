@@ -37,7 +37,7 @@ UNTOUCHED = 0xEE
 
 
 def run_decode(options: InteropOptions, events: EventLog) -> bool:
-    """Play the rank; whether every room ended as expected and no byte is wrong. Raises ConfigError."""
+    """Play the rank; return whether every room ended as expected and no byte is wrong. Raises ConfigError."""
     layout = options.make_layout()
     arena = Arena(np.full(layout.arena_bytes, UNTOUCHED, np.uint8))
     with decode_plane(options, layout, arena) as plane:

@@ -25,7 +25,7 @@ _TERMINATED = 128 + signal.SIGTERM
 
 
 def run_bootstrap(options: InteropOptions, events: EventLog) -> bool:
-    """Only the rendezvous, until a signal ends it."""
+    """Serve the rendezvous alone until a signal ends it; return True."""
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before any thread starts, so that `sigwait` alone takes them
     http = HttpThread("pdplane-http")

@@ -37,7 +37,7 @@ _LOOK_S = 0.01
 
 
 def run_prefill(options: InteropOptions, events: EventLog) -> bool:
-    """Play the rank; whether every room ended as expected. Raises ConfigError."""
+    """Play the rank; return whether every room ended as expected. Raises ConfigError."""
     layout = options.make_layout()
     arena = Arena.zeros(layout.arena_bytes)
     with prefill_plane(options, layout, arena) as plane:

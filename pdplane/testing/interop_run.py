@@ -412,7 +412,7 @@ def drive(
 
 
 def finish(events: EventLog, role: str, runs: Sequence[Run], expect: str, **more: object) -> bool:
-    """Print the last event; whether every room ended as expected."""
+    """Print the last event; return whether every room ended as expected."""
     events("done", role=role, rooms={str(run.room): run.outcome for run in runs}, **more)
     return all(run.outcome == expect for run in runs)
 

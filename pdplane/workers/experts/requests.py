@@ -69,7 +69,7 @@ class ExecRequest:
 
 
 def read_dtype(header: JsonValue) -> str | None:
-    """The dtype that a message names, None when it names none. Raises WireError."""
+    """Return the dtype that a message names, None when it names none. Raises WireError."""
     found = header.optional("dtype")
     if found is not None and (not isinstance(found.json, str) or found.json not in DTYPES):
         found.refuse(f"must be one of {', '.join(DTYPES)}")
@@ -136,14 +136,14 @@ def _layer(value: JsonValue, store: ExpertStore) -> ExpertLayer:
 
 
 def _number(text: str, where: JsonValue) -> JsonValue:
-    """A key of a JSON object as a number; only the plain spelling, so that two keys never mean one layer."""
+    """Return a key of a JSON object as a number; only the plain spelling, so that two keys never mean one layer."""
     if not (text.isascii() and text.isdecimal()) or len(text) > 9 or str(int(text)) != text:
         where.refuse(f"has the key {text[:40]!a}, which is no layer")
     return JsonValue(int(text), f"{where.path}.{text}")
 
 
 def _expert(item: JsonValue, layer: ExpertLayer) -> int:
-    # Old coordinators may list experts as texts: they read them out of JSON keys.
+    # Older coordinators may list experts as texts, since they read them from JSON keys.
     json = item.json
     found = int(json) if isinstance(json, str) and json.isascii() and json.isdecimal() and len(json) < 10 else json
     return JsonValue(found, item.path).whole(0, layer.num_experts - 1)
