@@ -7,7 +7,7 @@ import heapq
 import math
 import mmap
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -53,10 +53,11 @@ ArenaMemory: TypeAlias = BufferHost | DlpackHost
 class Arena:
     """One writable, contiguous buffer seen as bytes; keeps the buffer's owner alive.
 
-    `base` is the address of the first byte, `bytes` a one-dimensional uint8 view of shape (nbytes,).
+    `base` is the address of the first byte, `bytes` a one-dimensional uint8 view of shape (nbytes,). `parts` are the
+    offsets and sizes of what belongs to the arena: all of it, unless it spans several allocations.
     """
 
-    __slots__ = ("base", "bytes", "nbytes")
+    __slots__ = ("_owners", "base", "bytes", "nbytes", "parts")
 
     def __init__(self, buffer: ArenaMemory) -> None:
         """Wrap memory without a copy. Raises ConfigError if it is read-only, not contiguous, or a device's."""
@@ -65,6 +66,49 @@ class Arena:
         if self.nbytes == 0:
             raise ConfigError("the arena's buffer is empty")
         self.base = int(self.bytes.ctypes.data)
+        self.parts: tuple[tuple[int, int], ...] = ((0, self.nbytes),)
+        self._owners: tuple[Arena, ...] = ()
+
+    @classmethod
+    def spanning(cls, allocations: Iterable[ArenaMemory]) -> Self:
+        """Return one arena from the lowest to the highest address of several allocations, without a copy.
+
+        What lies between them is never touched: each plane has to lie in one allocation, which the planes check.
+        `offset_of` tells a plane's offset. Not for transports that write one-sided. Raises ConfigError as the
+        constructor.
+        """
+        owners = sorted((cls(allocation) for allocation in allocations), key=lambda owner: owner.base)
+        if not owners:
+            raise ConfigError("an arena needs a buffer: there is no allocation")
+        base, parts = owners[0].base, list[tuple[int, int]]()
+        for owner in owners:
+            start, end = owner.base - base, owner.base - base + owner.nbytes
+            if parts and start <= sum(parts[-1]):  # it touches the one before, or is a view of the same memory
+                start, end = parts[-1][0], max(end, sum(parts.pop()))
+            parts.append((start, end - start))
+        memory = (ctypes.c_uint8 * sum(parts[-1])).from_address(base)
+        arena = cls(memory)
+        arena.parts, arena._owners = tuple(parts), tuple(owners)
+        return arena
+
+    def offset_of(self, memory: ArenaMemory) -> int:
+        """Return where a tensor's memory begins in this arena. Raises ConfigError when it lies outside."""
+        found = Arena(memory)
+        offset = found.base - self.base
+        self._check_inside(offset, found.nbytes, "the memory")
+        return offset
+
+    def check(self, layout: Layout) -> None:
+        """Raise ConfigError unless every plane of the layout lies in the arena."""
+        if len(self.parts) == 1 and layout.end_bytes > self.nbytes:
+            raise ConfigError(f"the layout needs {layout.end_bytes} bytes, the arena has {self.nbytes}")
+        for plane in layout.planes:
+            nbytes = plane.bytes_per_lcm_block * (layout.num_lcm_blocks + 1)
+            self._check_inside(plane.arena_offset_bytes, nbytes, f"plane {plane.plane_id!r}")
+
+    def _check_inside(self, offset: int, nbytes: int, what: str) -> None:
+        if not any(start <= offset and offset + nbytes <= start + length for start, length in self.parts):
+            raise ConfigError(f"{what}, {nbytes} bytes at offset {offset}, does not lie in one allocation of the arena")
 
     @classmethod
     def zeros(cls, nbytes: int) -> Self:
@@ -97,7 +141,7 @@ class Arena:
         For memory that did not come from numpy, which asks by itself. Takes as long as copying the arena; False
         where the kernel has none to give or its owner wants none (Linux only).
         """
-        if _HUGE_PAGES is None or "[never]" in _HUGE_PAGES:
+        if _HUGE_PAGES is None or "[never]" in _HUGE_PAGES or len(self.parts) > 1:
             return False
         start = -self.base % PAGE_BYTES
         length = (self.nbytes - start) // PAGE_BYTES * PAGE_BYTES
@@ -136,7 +180,7 @@ class _DlTensor(ctypes.Structure):
 def _as_bytes(buffer: object) -> npt.NDArray[np.uint8]:
     """Return a writable uint8 view of the whole memory. Raises ConfigError, which says what prevents it."""
     if isinstance(buffer, list | tuple):
-        raise ConfigError(f"an arena is one allocation, not a list of {len(buffer)}: see Arena.spanning")
+        raise ConfigError(f"an arena is one allocation, not a list of {len(buffer)}: Arena.spanning(...) joins them")
     if isinstance(buffer, np.ndarray):  # memoryview refuses dtypes of other packages, bfloat16 for one
         _check_memory(readonly=not buffer.flags.writeable, contiguous=buffer.flags.c_contiguous)
         return buffer.reshape(-1).view(np.uint8)

@@ -119,7 +119,8 @@ class Partition:
 class Layout:
     """The whole contract of one rank's cache.
 
-    Group specs keep the order of their declaration, which manifests follow.
+    Group specs keep the order of their declaration, which manifests follow. `given_steps` are the caller's own words
+    for `steps`; they never travel.
     """
 
     prefix_granularity: int
@@ -130,11 +131,19 @@ class Layout:
     fields: tuple[Field, ...]
     group_specs: tuple[GroupSpec, ...]
     partitions: tuple[tuple[FieldId, Partition], ...] = ()
+    given_steps: tuple[tuple[FieldId, ...], ...] = attrs.field(default=(), eq=False)
 
     @property
     def arena_bytes(self) -> int:
         """Bytes of the whole arena, the null parent included."""
         return (self.num_lcm_blocks + 1) * self.lcm_block_bytes
+
+    @property
+    def end_bytes(self) -> int:
+        """Where the last plane ends in the arena."""
+        return max(
+            plane.arena_offset_bytes + (self.num_lcm_blocks + 1) * plane.bytes_per_lcm_block for plane in self.planes
+        )
 
     @cached_property
     def _groups(self) -> dict[GroupId, Group]:
@@ -185,7 +194,12 @@ class Layout:
 
     @cached_property
     def steps(self) -> tuple[tuple[FieldId, ...], ...]:
-        """Field ids by the layer number in `layer.<n>.<suffix>`, ascending; ids without one form the last step."""
+        """Field ids that become ready together, in order.
+
+        They are those given or, by the layer number in `layer.<n>.<suffix>`, ascending; ids without one form the last.
+        """
+        if self.given_steps:
+            return self.given_steps
         numbered: dict[int, list[FieldId]] = {}
         rest: list[FieldId] = []
         for spec in self.group_specs:

@@ -1,14 +1,17 @@
 """Making a layout: fields are packed into pages, pages into parents, parents into planes.
 
-Rules (legacy peers build theirs the same way, and a planned layout equals theirs to the byte): planes stand in
-the order of their ids, one after another; inside a page the fields of one group and plane follow each other in
-the order of their ids, each aligned to its element size; a plane's parent is as large as the most demanding
-group needs, rounded up so that each group divides it into equal pages.
+Everything stands in the caller's order: planes as their first fields come, one after another; inside a page the
+fields of one group and plane follow each other, each aligned to its element size. A plane's parent is as large as the
+most demanding group needs, rounded up so that each group divides it into equal pages. Where planes are given, they are
+memory that is there already: fields go into them, and nothing is moved.
+
+Fields in the order of (plane id, group id, field id) as text give the layout of legacy peers, to the byte.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -43,29 +46,36 @@ def plan_layout(
     packing: Mapping[GroupId, int] | None = None,
     partitions: Sequence[tuple[FieldId, Partition]] = (),
     alignment: int = 1,
+    planes: Sequence[Plane] = (),
+    steps: Sequence[Sequence[FieldId]] = (),
 ) -> Layout:
     """Lay fields out in pages, parents and planes.
 
     `packing` is the number of blocks of a group in one parent (1 when absent); `alignment` divides every
-    plane's bytes a parent. Raises ConfigError when they make no valid layout.
+    plane's bytes a parent. `planes` say where memory that exists lies in the arena: a plane's `bytes_per_lcm_block` is
+    the stride from one parent to the next, and its first parent is the null one. `steps` name the fields that become
+    ready together, in order; without them a step is the layer n of the fields `layer.<n>.<suffix>`, and ids
+    without a number form the last step. Raises ConfigError when they make no valid layout.
     """
     packs = {spec.group_id: (packing or {}).get(spec.group_id, 1) for spec in specs}
     _check_wishes(packs, fields := list(fields), alignment)
+    _check_steps(fields, steps)
     wishes: dict[str, dict[GroupId, list[FieldSpec]]] = {}
-    for wish in sorted(fields, key=lambda wish: (wish.plane_id, wish.group_id, wish.field_id)):
+    for wish in fields:
         wishes.setdefault(wish.plane_id, {}).setdefault(wish.group_id, []).append(wish)
-    planes: list[Plane] = []
-    placed: list[Field] = []
-    arena_offset = 0
-    for plane_id, by_group in wishes.items():
-        parent_bytes = _parent_bytes(by_group, packs, alignment)
-        planes.append(Plane(plane_id, parent_bytes, arena_offset))
-        arena_offset += (num_lcm_blocks + 1) * parent_bytes
-        for group_id, members in by_group.items():
-            placed += _place(members, parent_bytes // packs[group_id])
+    parents = num_lcm_blocks + 1
+    planes = _given(planes, wishes) if planes else _stacked(wishes, packs, alignment, parents)
+    placed = [
+        field
+        for plane in planes
+        for group_id, members in wishes[plane.plane_id].items()
+        for field in _place(members, plane.bytes_per_lcm_block // packs[group_id])
+    ]
+    end = max((plane.arena_offset_bytes + parents * plane.bytes_per_lcm_block for plane in planes), default=0)
     layout = Layout(
         prefix_granularity=prefix_granularity,
-        lcm_block_bytes=sum(plane.bytes_per_lcm_block for plane in planes),
+        # The planes' bytes together; more only where given planes leave gaps between each other.
+        lcm_block_bytes=max(sum(plane.bytes_per_lcm_block for plane in planes), -(-end // max(parents, 1))),
         num_lcm_blocks=num_lcm_blocks,
         groups=tuple(
             Group(group_id, packs[group_id], 1 + num_lcm_blocks * packs[group_id]) for group_id in sorted(packs)
@@ -74,12 +84,49 @@ def plan_layout(
         fields=tuple(placed),
         group_specs=tuple(specs),
         partitions=tuple(partitions),
+        given_steps=tuple(tuple(step) for step in steps),
     )
     try:
         validate_layout(layout)
     except WireError as error:
         raise ConfigError(f"no valid layout: {error}") from error
     return layout
+
+
+_Wishes: TypeAlias = Mapping[str, Mapping[GroupId, Sequence[FieldSpec]]]
+
+
+def _stacked(wishes: _Wishes, packs: Mapping[GroupId, int], alignment: int, parents: int) -> list[Plane]:
+    """Return planes one after another."""
+    planes: list[Plane] = []
+    arena_offset = 0
+    for plane_id, by_group in wishes.items():
+        planes.append(Plane(plane_id, _parent_bytes(by_group, packs, alignment), arena_offset))
+        arena_offset += parents * planes[-1].bytes_per_lcm_block
+    return planes
+
+
+def _given(planes: Sequence[Plane], wishes: _Wishes) -> Sequence[Plane]:
+    """Return the caller's planes; raise ConfigError unless they are those that the fields name."""
+    known = {plane.plane_id for plane in planes}
+    for plane_id in wishes:
+        if plane_id not in known:
+            raise ConfigError(f"plane {plane_id!r} is not among the planes that are given")
+    for plane_id in known:
+        if plane_id not in wishes:
+            raise ConfigError(f"plane {plane_id!r} is given, and no field lies in it")
+    return planes
+
+
+def _check_steps(fields: Sequence[FieldSpec], steps: Sequence[Sequence[FieldId]]) -> None:
+    named = Counter(field_id for step in steps for field_id in step)
+    if not steps:
+        return
+    for wish in fields:
+        if named[wish.field_id] != 1:
+            raise ConfigError(f"field {wish.field_id!r} stands in {named[wish.field_id]} steps, each field has one")
+    if unknown := named.keys() - {wish.field_id for wish in fields}:
+        raise ConfigError(f"the steps name the unknown field {min(unknown)!r}")
 
 
 def _check_wishes(packs: Mapping[GroupId, int], fields: Sequence[FieldSpec], alignment: int) -> None:

@@ -21,6 +21,7 @@ from pdplane.machine.decode import DecodeCounts, DecodeMachine
 from pdplane.machine.prefill import PrefillCounts, PrefillMachine
 from pdplane.plane.config import PlaneConfig
 from pdplane.plane.rooms import Handle, Handles, PlaneEvent
+from pdplane.transport.registry import is_one_sided
 
 _STATES = {"new": "has not started", "closed": "is closed"}
 
@@ -35,8 +36,10 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
     ) -> None:
         self.layout = layout
         self.arena = arena if isinstance(arena, Arena) else Arena(arena)
-        if layout.arena_bytes > self.arena.nbytes:
-            raise ConfigError(f"the layout needs {layout.arena_bytes} bytes, the arena has {self.arena.nbytes}")
+        self.arena.check(layout)
+        for scheme in (config.transport, config.legacy_transport):
+            if len(self.arena.parts) > 1 and scheme and is_one_sided(scheme):
+                raise ConfigError(f"transport {scheme} needs an arena of one allocation, this one spans several")
         self.life = new_life()
         self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
         self._rejected: Counter[str] = Counter()

@@ -73,6 +73,7 @@ def parse_layout(data: bytes) -> Layout:
         fields=tuple(_field(entry) for entry in plan.member("fields").items()),
         group_specs=tuple(_spec(entry) for entry in root.member("group_specs").items()),
         partitions=tuple(_partition(entry) for entry in root.member("transfer_schema").member("fields").items()),
+        given_steps=(),
     )
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import FieldId, GroupId
-from pdplane.kv.layout import FULL_HISTORY, FULL_SUFFIX, HISTORY, GroupSpec
+from pdplane.kv.layout import FULL_HISTORY, FULL_SUFFIX, HISTORY, GroupSpec, Layout, Plane
 from pdplane.kv.planning import FieldSpec, plan_layout
+from pdplane.wire.cache_json import decode_layout, encode_layout
 from tests.golden import Case, each, layout_of
 from tests.samples import KV, SNAPSHOT, two_group_layout
 
@@ -62,6 +63,64 @@ def test_steps_are_layers_by_number_and_the_rest_last() -> None:
     fields = [FieldSpec(KV, FieldId(name), "p", (4,), "uint8") for name in names]
     layout = plan_layout([spec], fields, num_lcm_blocks=1, prefix_granularity=4)
     assert layout.steps == (("layer.0.k",), ("layer.2.k", "layer.2.v"), ("layer.10.k",), ("layer.x.k", "rope"))
+
+
+LAYERS = [FieldId(f"layer.{number}.kv") for number in range(12)]
+
+
+def layers_layout(**more: object) -> Layout:
+    """Twelve layers, each a plane of its own, in order: as text, layer 10 would come before layer 2."""
+    spec = GroupSpec(KV, FULL_HISTORY, 4, 1, None, HISTORY, FULL_SUFFIX)
+    fields = [FieldSpec(KV, name, name, (4,), "uint8") for name in LAYERS]
+    return plan_layout([spec], fields, num_lcm_blocks=3, prefix_granularity=4, **more)
+
+
+def test_planes_and_the_fields_of_a_page_stand_in_the_callers_order() -> None:
+    layout = layers_layout()
+    assert [plane.plane_id for plane in layout.planes] == LAYERS
+    assert [layout.plane(name).arena_offset_bytes for name in LAYERS] == [16 * number for number in range(12)]
+    assert layout.steps == tuple((name,) for name in LAYERS)
+    spec = GroupSpec(KV, FULL_HISTORY, 4, 1, None, HISTORY, FULL_SUFFIX)
+    fields = [FieldSpec(KV, name, "one", (4,), "uint8") for name in LAYERS]
+    layout = plan_layout([spec], fields, num_lcm_blocks=3, prefix_granularity=4)
+    assert [layout.field(name).field_offset_bytes for name in LAYERS] == [4 * number for number in range(12)]
+
+
+def test_planes_may_be_memory_that_is_there_already() -> None:
+    places = {name: 1000 - 64 * number for number, name in enumerate(LAYERS)}  # from the last to the first, with gaps
+    layout = layers_layout(planes=[Plane(name, 8, offset) for name, offset in places.items()])
+    assert [layout.page_offsets(name, np.array([0, 1, 3], np.uint64)).tolist() for name in LAYERS] == [
+        [offset, offset + 8, offset + 24] for offset in places.values()
+    ]
+    assert layout.end_bytes == 1000 + 4 * 8
+    assert layout.arena_bytes >= layout.end_bytes
+    assert decode_layout(encode_layout(layout)) == layout
+
+
+def test_steps_may_be_the_callers() -> None:
+    steps = [LAYERS[6:], LAYERS[:6]]
+    layout = layers_layout(steps=steps)
+    assert layout.steps == tuple(map(tuple, steps))
+    assert layout == layers_layout()  # they are nobody else's affair
+    assert decode_layout(encode_layout(layout)).steps == layers_layout().steps
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"planes": [Plane("layer.0.kv", 4, 0)]}, "'layer.1.kv' is not among"),
+        ({"planes": [Plane(name, 4, 16 * n) for n, name in enumerate([*LAYERS, "x"])]}, "'x' is given, and no field"),
+        ({"planes": [Plane(name, 4, 8 * n) for n, name in enumerate(LAYERS)]}, "overlaps another plane"),
+        ({"planes": [Plane(name, 3, 16 * n) for n, name in enumerate(LAYERS)]}, "smaller than the page"),
+        ({"steps": [LAYERS[:11]]}, "'layer.11.kv' stands in 0 steps"),
+        ({"steps": [LAYERS, LAYERS[:1]]}, "'layer.0.kv' stands in 2 steps"),
+        ({"steps": [[*LAYERS, "x"]]}, "unknown field 'x'"),
+    ],
+    ids=["plane missing", "plane unused", "planes overlap", "stride", "step missing", "step twice", "step unknown"],
+)
+def test_planes_and_steps_that_make_no_layout(change: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        layers_layout(**change)
 
 
 def test_steps_of_two_groups() -> None:
