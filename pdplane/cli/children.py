@@ -39,15 +39,16 @@ class Child:
     it cannot be started.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
-        self.name = name
+    def __init__(self, name: str, arguments: Sequence[str], *, own_log: bool = True) -> None:
+        """`own_log` keeps its standard error for the reason of a failure; else it goes where ours goes."""
+        self.name, self._own_log = name, own_log
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed in `close`; it has no name to leave behind)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._errors,
+                stderr=self._errors if own_log else None,
                 process_group=0,
             )
         except OSError as error:
@@ -103,6 +104,8 @@ class Child:
             self._errors.close()
 
     def _last_words(self) -> str:
+        if not self._own_log:
+            return "its log says why"
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - _TAIL_BYTES))
         lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()

@@ -34,12 +34,12 @@ class DaemonOptions:
     log_json: bool
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> argparse._ArgumentGroup:
     """Add the flags of the model and of its cache's layout; return their group."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
-        required=True,
+        required=required,
         help="the model: an mlx-lm directory, a hub id, a .gguf file, smollm2, tiny:FAMILY (a tiny random model), "
         f"or {TOY} (hashes instead of a model, needs no MLX)",
     )

@@ -15,6 +15,7 @@ from pdplane.errors import PdplaneError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("pdplane.cli.demo", "show it: a prefill daemon, a decode daemon, one prompt, a table"),
+    "serve": ("pdplane.cli.serve", "serve OpenAI's API on one port, with a pair of daemons behind it"),
     "prefill": ("pdplane.cli.prefill", "run a daemon that computes the KV cache of prompts"),
     "decode": ("pdplane.cli.decode", "run a daemon that generates the tokens"),
     "generate": ("pdplane.cli.generate", "send a prompt to a pair of daemons and stream the text"),

@@ -1,0 +1,437 @@
+"""The HTTP of `pdplane serve`: each request goes to a prefill and to a decode daemon, the client gets decode's answer.
+
+Both daemons get the client's body, with the room and the address of prefill's rendezvous added. Decode's answer passes
+through unchanged. When a half fails its reason goes to the client, and closing its connection ends the other half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import aiohttp
+import attrs
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from pdplane.ids import new_room
+from pdplane.serving.errors import error_body
+from pdplane.serving.members import Member, Members, Role
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY = 64 << 20
+OTHER_HALF_S = 0.5
+"""How long a failure waits for the other half's reason, which may be the better one."""
+_CONNECT_S = 5.0
+_FORWARDED = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/generate")
+_OPEN_PATHS = frozenset({"/", "/health", "/favicon.ico"})
+_REQUEST_ID = "X-Request-Id"
+_ID = web.RequestKey("id", str)
+_PREFLIGHT = {
+    "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+    "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Request-Id",
+    "Access-Control-Max-Age": "600",
+}
+
+
+@attrs.frozen(kw_only=True)
+class PairOptions:
+    """How `serve` answers. `defaults` are put into OpenAI bodies that do not name these fields themselves.
+
+    A stream that has nothing to say yet sends a comment every `keepalive_s`, so that proxies and clients keep it open.
+    """
+
+    api_key: str | None = None
+    allowed_origins: tuple[str, ...] = ("*",)
+    max_requests: int = 256
+    keepalive_s: float = 5.0
+    defaults: Mapping[str, Any] = attrs.Factory(dict)
+    template_arguments: Mapping[str, Any] = attrs.Factory(dict)
+
+
+class Refusal(Exception):
+    """An answer to the client that is an error: status, body, and whether trying again may help."""
+
+    def __init__(self, status: int, body: Mapping[str, Any], *, again: bool = False) -> None:
+        super().__init__(str(body))
+        self.status, self.body, self.again = status, body, again
+
+    @classmethod
+    def of(cls, status: int, message: str, *, again: bool = False) -> Refusal:
+        return cls(status, error_body(status, message), again=again)
+
+
+def pair_app(members: Members, options: PairOptions, session: Callable[[], aiohttp.ClientSession]) -> web.Application:
+    """The application; `session` gives the client session of the loop that serves it."""
+    routes = _PairRoutes(members, options, session)
+    app = web.Application(client_max_size=MAX_BODY, middlewares=[routes.guarded])
+    app.on_response_prepare.append(routes.add_headers)
+    for path in _FORWARDED:
+        app.router.add_post(path, routes.forward)
+    app.router.add_get("/v1/models", routes.models)
+    app.router.add_get("/v1/models/{id:.+}", routes.models)
+    app.router.add_get("/health", routes.health)
+    app.router.add_get("/status", routes.status)
+    app.cleanup_ctx.append(routes.checking)
+    return app
+
+
+class _PairRoutes:
+    def __init__(self, members: Members, options: PairOptions, session: Callable[[], aiohttp.ClientSession]) -> None:
+        self._members, self._options, self._session = members, options, session
+        self._running = 0
+
+    async def checking(self, _app: web.Application) -> AsyncIterator[None]:
+        """Checks the members while the application runs."""
+        task = asyncio.create_task(self._members.keep_checking(self._session()), name="pdplane-serve-checks")
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    # ---- around every request
+
+    @property
+    def guarded(self) -> Middleware:
+        """What every request passes through: its id, the key, errors as JSON."""
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            given = request.headers.get(_REQUEST_ID, "")
+            request[_ID] = given if given.isprintable() and 0 < len(given) <= 128 else secrets.token_hex(8)
+            if request.method == "OPTIONS":
+                return web.Response(status=204, headers=_PREFLIGHT)
+            try:
+                self._check_key(request)
+                return await handler(request)
+            except Refusal as refusal:
+                return _refused(refusal)
+            except web.HTTPException as error:
+                return _refused(Refusal.of(error.status, f"{request.method} {request.path}: {error.reason}"))
+
+        return guard
+
+    def _check_key(self, request: web.Request) -> None:
+        key = self._options.api_key
+        if key is None or request.path in _OPEN_PATHS:
+            return
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {key}".encode()):
+            raise Refusal.of(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Every response names its request, and the page that may read it."""
+        response.headers[_REQUEST_ID] = request.get(_ID, "")
+        origin, allowed = request.headers.get("Origin"), self._options.allowed_origins
+        if origin is None or not ("*" in allowed or origin in allowed):
+            return
+        response.headers["Access-Control-Allow-Origin"] = "*" if "*" in allowed else origin
+        response.headers["Vary"] = "Origin"
+        response.headers["Access-Control-Expose-Headers"] = f"{_REQUEST_ID}, Retry-After"
+
+    # ---- what the daemons are
+
+    async def health(self, _request: web.Request) -> web.Response:
+        complaint = self._members.complaint()
+        if complaint is None:
+            return web.json_response({"status": "ok"})
+        return web.json_response({"status": complaint}, status=503, headers={"Retry-After": "1"})
+
+    async def models(self, request: web.Request) -> web.Response:
+        """Pass a model question on to a decode daemon."""
+        member = self._chosen("decode", frozenset())
+        try:
+            async with self._session().get(f"{member.url}{request.path}", timeout=_asking()) as answer:
+                return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+        except (aiohttp.ClientError, OSError) as error:
+            raise Refusal.of(502, f"decode at {member.url}: {error or type(error).__name__}") from error
+
+    async def status(self, _request: web.Request) -> web.Response:
+        """Every daemon with its counts, for the page and for `pdplane top`."""
+        daemons = await asyncio.gather(*(self._described(member) for member in self._members))
+        return web.json_response({"running": self._running, "daemons": daemons})
+
+    async def _described(self, member: Member) -> dict[str, Any]:
+        found: dict[str, Any] = {"role": member.role, "url": member.url, "reason": member.reason}
+        found |= {"in_flight": member.in_flight, "served": member.served, "statistics": None}
+        found["model"] = member.info.get("served_model_name")
+        if member.reason is None:
+            try:
+                async with self._session().get(f"{member.url}/statistics", timeout=_asking()) as answer:
+                    found["statistics"] = await answer.json()
+            except (aiohttp.ClientError, OSError, ValueError):
+                return found
+        return found
+
+    # ---- one request
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        """Send a request to a pair; a daemon that cannot even be reached has the request tried with another one."""
+        body = self._read(await request.read(), request.path)
+        if self._running >= self._options.max_requests:
+            raise Refusal.of(429, f"{self._running} requests are running already", again=True)
+        unreachable: set[str] = set()
+        self._running += 1
+        try:
+            while True:
+                pair = _Pair(
+                    self._chosen("prefill", frozenset(unreachable)), self._chosen("decode", frozenset(unreachable))
+                )
+                try:
+                    with pair.counted():
+                        return await _Exchange(request, body, pair, self._session(), self._options.keepalive_s).run()
+                except Unreachable as error:
+                    error.member.leave(str(error))
+                    unreachable.add(error.member.url)
+        finally:
+            self._running -= 1
+
+    def _chosen(self, role: Role, but: frozenset[str]) -> Member:
+        member = self._members.choose(role, but)
+        if member is None:
+            raise Refusal.of(503, self._members.complaint() or f"no other {role} daemon can be reached", again=True)
+        return member
+
+    def _read(self, data: bytes, path: str) -> dict[str, Any]:
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise Refusal.of(400, f"the body is no JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise Refusal.of(400, "the body must be a JSON object")
+        for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room"):
+            if name in body:
+                raise Refusal.of(400, f"{name} is given by this server; leave it out")
+        return body if path == "/generate" else self._with_defaults(body)
+
+    def _with_defaults(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """An OpenAI body with the server's defaults where it is silent."""
+        defaults = dict(self._options.defaults)
+        if body.get("max_completion_tokens") is not None:
+            defaults.pop("max_tokens", None)
+        whole = defaults | {name: value for name, value in body.items() if value is not None}
+        if self._options.template_arguments and "messages" in whole:
+            own = whole.get("chat_template_kwargs", {})
+            if not isinstance(own, dict):
+                raise Refusal.of(400, "chat_template_kwargs must be an object")
+            whole["chat_template_kwargs"] = {**self._options.template_arguments, **own}
+        return whole
+
+
+@attrs.frozen(eq=False)
+class _Pair:
+    prefill: Member
+    decode: Member
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        for member in (self.prefill, self.decode):
+            member.in_flight += 1
+            member.served += 1
+        try:
+            yield
+        finally:
+            for member in (self.prefill, self.decode):
+                member.in_flight -= 1
+
+
+class Unreachable(Exception):
+    """Nothing listens at a member's address: the request never reached it."""
+
+    def __init__(self, member: Member, error: BaseException) -> None:
+        super().__init__(f"cannot connect: {error}")
+        self.member = member
+
+
+@attrs.define(eq=False)
+class _Exchange:
+    """One request at one pair of daemons."""
+
+    request: web.Request
+    body: Mapping[str, Any]
+    pair: _Pair
+    session: aiohttp.ClientSession
+    keepalive_s: float
+    out: web.StreamResponse | None = None
+    responses: list[aiohttp.ClientResponse] = attrs.Factory(list)
+
+    async def run(self) -> web.StreamResponse:
+        """The answer to the client. Raises Unreachable or Refusal, and then nothing was sent."""
+        rendezvous = self.pair.prefill.bootstrap
+        asked = {
+            **self.body,
+            "bootstrap_host": rendezvous.host,
+            "bootstrap_port": rendezvous.port,
+            "bootstrap_room": new_room(),
+        }
+        prefill = asyncio.create_task(self._prefill(asked))
+        decode = asyncio.create_task(self._post(self.pair.decode, asked))
+        lost = [asyncio.create_task(member.lost.wait()) for member in (self.pair.prefill, self.pair.decode)]
+        try:
+            return await self._answer(prefill, decode, lost)
+        finally:
+            for task in (prefill, decode, *lost):
+                task.cancel()
+            for response in self.responses:
+                response.close()  # which ends a half that still runs
+            await asyncio.gather(prefill, decode, *lost, return_exceptions=True)
+
+    async def _answer(
+        self,
+        prefill: asyncio.Task[None],
+        decode: asyncio.Task[aiohttp.ClientResponse],
+        lost: list[asyncio.Task[Any]],
+    ) -> web.StreamResponse:
+        try:
+            response = await self._begun(prefill, decode, lost)
+            if self.out is None and not _is_stream(response):
+                body = await self._unless_lost(response.read(), lost)
+                return _passed_on(response, body)
+            return await self._stream(response, prefill, lost)
+        except (Refusal, Unreachable) as error:
+            if self.out is None:
+                raise
+            reason = error.body if isinstance(error, Refusal) else error_body(502, f"{error.member.role}: {error}")
+            await self.out.write(_event(reason))
+            await self.out.write_eof()
+            return self.out
+
+    async def _begun(
+        self,
+        prefill: asyncio.Task[None],
+        decode: asyncio.Task[aiohttp.ClientResponse],
+        lost: list[asyncio.Task[Any]],
+    ) -> aiohttp.ClientResponse:
+        """Decode's response once its head is there; raises the reason of a half that failed before."""
+        waiting: set[asyncio.Task[Any]] = {prefill, decode, *lost}
+        streams = bool(self.body.get("stream"))
+        while True:
+            done, _ = await asyncio.wait(
+                waiting, timeout=self.keepalive_s if streams else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                await self._keep_open()
+            if decode in done:
+                return await self._head(decode, prefill)
+            if prefill in done and prefill.exception() is not None:
+                await asyncio.wait({decode}, timeout=OTHER_HALF_S)
+                raise prefill.exception() or AssertionError
+            if gone := done & set(lost):
+                self._is_lost(lost.index(gone.pop()))
+            waiting -= done
+
+    async def _head(
+        self, decode: asyncio.Task[aiohttp.ClientResponse], prefill: asyncio.Task[None]
+    ) -> aiohttp.ClientResponse:
+        response = decode.result()
+        if response.status == 200:
+            return response
+        refusal = await _refusal_in(response, "decode")
+        if refusal.status in (502, 503):
+            await asyncio.wait({prefill}, timeout=OTHER_HALF_S)
+            if prefill.done() and isinstance(error := prefill.exception(), Refusal) and error.status == 400:
+                raise error
+        raise refusal
+
+    async def _stream(
+        self, response: aiohttp.ClientResponse, prefill: asyncio.Task[None], lost: list[asyncio.Task[Any]]
+    ) -> web.StreamResponse:
+        out = await self._opened()
+        try:
+            while piece := await self._unless_lost(response.content.readany(), lost):
+                await out.write(piece)
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, ConnectionResetError) and self.request.transport is None:
+                raise
+            raise Refusal.of(
+                502, f"decode at {self.pair.decode.url} broke off: {error or type(error).__name__}"
+            ) from error
+        await out.write_eof()
+        return out
+
+    async def _unless_lost(self, awaitable: Awaitable[bytes], lost: list[asyncio.Task[Any]]) -> bytes:
+        """Await decode's bytes for as long as decode is not lost; prefill has done its part then."""
+        read = asyncio.ensure_future(awaitable)
+        await asyncio.wait({read, lost[1]}, return_when=asyncio.FIRST_COMPLETED)
+        if not read.done():
+            read.cancel()
+            self._is_lost(1)
+        return read.result()
+
+    def _is_lost(self, index: int) -> NoReturn:
+        member = (self.pair.prefill, self.pair.decode)[index]
+        raise Refusal.of(502, f"{member.role} at {member.url} does not answer: {member.reason}")
+
+    async def _keep_open(self) -> None:
+        out = await self._opened()
+        await out.write(b": keepalive\n\n")
+
+    async def _opened(self) -> web.StreamResponse:
+        if self.out is None:
+            self.out = web.StreamResponse(
+                headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            )
+            await self.out.prepare(self.request)
+        return self.out
+
+    async def _prefill(self, asked: Mapping[str, Any]) -> None:
+        """Prefill's half. Its answer says only whether it failed."""
+        response = await self._post(self.pair.prefill, asked)
+        async with response:
+            if response.status != 200:
+                raise await _refusal_in(response, "prefill")
+            await response.read()
+
+    async def _post(self, member: Member, asked: Mapping[str, Any]) -> aiohttp.ClientResponse:
+        headers = {_REQUEST_ID: self.request[_ID]}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+        try:
+            response = await self.session.post(
+                f"{member.url}{self.request.path}", json=asked, headers=headers, timeout=timeout
+            )
+        except aiohttp.ClientConnectorError as error:
+            raise Unreachable(member, error) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Refusal.of(502, f"{member.role} at {member.url}: {error or type(error).__name__}") from error
+        self.responses.append(response)
+        return response
+
+
+async def _refusal_in(response: aiohttp.ClientResponse, role: Role) -> Refusal:
+    """A daemon's error as it is, or a word about an answer that is none."""
+    again = "Retry-After" in response.headers
+    try:
+        body = json.loads(await response.read())
+        body["error"]["message"]
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, RecursionError):
+        return Refusal.of(502, f"{role} answered {response.status} without a reason", again=again)
+    return Refusal(response.status, body, again=again)
+
+
+def _refused(refusal: Refusal) -> web.Response:
+    headers = {"Retry-After": "1"} if refusal.again else {}
+    if refusal.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.json_response(refusal.body, status=refusal.status, headers=headers)
+
+
+def _passed_on(response: aiohttp.ClientResponse, body: bytes) -> web.Response:
+    return web.Response(body=body, status=response.status, content_type=response.content_type)
+
+
+def _is_stream(response: aiohttp.ClientResponse) -> bool:
+    return response.content_type == "text/event-stream"
+
+
+def _event(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def _asking() -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=5.0)

@@ -1,0 +1,109 @@
+"""`pdplane serve` as a process: one command, children that come back, nothing left behind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from pdplane.ids import Endpoint
+from tests.cli.daemons import PATIENCE_S, Daemon, command
+from tests.cli.processes import descendants, wait_gone
+
+
+class Served:
+    """A running `pdplane serve`."""
+
+    def __init__(self, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            command("serve", "--port", "0", *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.end()
+        self.at = Endpoint.parse(json.loads(line)["http"])
+
+    def ask(self, path: str, body: object = None) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(self.at.host, self.at.port, timeout=PATIENCE_S)
+        try:
+            connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def wait_healthy(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.ask("/health")[0] != 200:
+            assert time.monotonic() < deadline, self.ask("/health")
+            time.sleep(0.05)
+
+    def end(self, number: signal.Signals = signal.SIGINT) -> tuple[int, str]:
+        self.process.send_signal(number)
+        _, log = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, log
+
+
+PROMPT = {"text": "hello", "sampling_params": {"max_new_tokens": 4}}
+
+
+def test_one_command_serves_and_a_killed_daemon_is_started_again() -> None:
+    served = Served("--model", "toy")
+    children = descendants(served.process.pid)
+    status, first = served.ask("/generate", PROMPT)
+    assert (status, len(first["output_ids"])) == (200, 4)
+    for child in sorted(children):
+        os.kill(child, signal.SIGKILL)
+        wait_gone({child})
+        deadline = time.monotonic() + PATIENCE_S
+        while (answer := served.ask("/generate", PROMPT))[0] != 200:
+            assert answer[1]["error"]["message"]
+            assert time.monotonic() < deadline, answer
+            time.sleep(0.05)
+        assert answer[1]["output_ids"] == first["output_ids"]
+    left = descendants(served.process.pid)
+    code, log = served.end()
+    wait_gone(left)
+    assert (code, log.count("it is started again")) == (0, 2)
+    assert "Traceback" not in log
+
+
+def test_running_daemons_leave_selection_and_come_back() -> None:
+    with Daemon("prefill") as prefill, Daemon("decode") as first, Daemon("decode") as second:
+        served = Served("--prefill", prefill.url, "--decode", first.url, second.url)
+        served.wait_healthy()
+        assert [served.ask("/generate", PROMPT)[0] for _ in range(2)] == [200, 200]
+        first.end(signal.SIGKILL)
+        assert [served.ask("/generate", PROMPT)[0] for _ in range(4)] == [200] * 4
+        reasons = {one["url"]: one["reason"] for one in served.ask("/status")[1]["daemons"]}
+        assert reasons[first.url]
+        assert reasons[second.url] is None
+        assert served.end(signal.SIGTERM)[0] == 0
+        assert served.process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--model", "/nowhere"], 1, "/nowhere"),
+        ([], 1, "--model"),
+        (["--prefill", "h:1"], 1, "--decode"),
+        (["--model", "toy", "--draft-model", "x"], 2, "--draft-model"),
+        (["--model", "toy", "--quantized-kv-start", "5"], 2, "--quantized-kv-start"),
+        (["--model", "toy", "--chat-template-args", "[]"], 2, "JSON object"),
+    ],
+)
+def test_what_cannot_work_is_said_at_the_start(flags: list[str], code: int, says: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "pdplane.cli.main", "serve", "--port", "0", *flags],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, says in ended.stderr) == (code, True), ended.stderr
+    assert "Traceback" not in ended.stderr
