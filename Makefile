@@ -1,6 +1,7 @@
 # Each target sets itself up: a virtual environment in .venv, installed again only when pyproject.toml changed.
 #
 #   make demo [ARGS="--model tiny:gemma3 --json"]    two daemons, one prompt, a table
+#   make serve [ARGS="--model tiny:llama"]           OpenAI's API on port 8080
 #   make test [ARGS="tests/kv -k copies"]            everything but the slow tests
 #   make test-slow lint types clean
 #
@@ -11,10 +12,16 @@ ARGS ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint types check mooncake clean
+.PHONY: demo serve test test-slow lint types check mooncake clean
 
 demo: $(INSTALLED)
 	@$(BIN)/pdplane demo $(ARGS)
+
+serve: $(INSTALLED)
+	@echo "when it is ready:"
+	@echo "  curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\"
+	@echo "    -d '{\"messages\": [{\"role\": \"user\", \"content\": \"What is the capital of France?\"}]}'"
+	@$(BIN)/pdplane serve --model smollm2 $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
