@@ -41,7 +41,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -
         "--model",
         required=required,
         help="the model: an mlx-lm directory, a hub id, a .gguf file, smollm2, tiny:FAMILY (a tiny random model), "
-        f"or {TOY} (hashes instead of a model, needs no MLX)",
+        f"or {TOY} (hashes instead of a model, needs no MLX)" + ("" if required else " (default: running daemons)"),
     )
     model.add_argument(
         "--prefill-step-size",

@@ -52,39 +52,81 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command; those of the model go to the daemons that it starts."""
     add_model_flags(parser, required=False)
     serve = parser.add_argument_group("serving")
-    serve.add_argument("--host", default="127.0.0.1", help="where the API listens (127.0.0.1)")
-    serve.add_argument("--port", type=port, default=8080, help="port of the API (8080); 0: a free one")
-    serve.add_argument("--prefill", type=url, nargs="+", metavar="URL", help="running prefill daemons to use (none)")
-    serve.add_argument("--decode", type=url, nargs="+", metavar="URL", help="running decode daemons to use (none)")
-    serve.add_argument("--api-key", metavar="KEY", help="ask clients for this key (PDPLANE_API_KEY, or none)")
+    serve.add_argument("--host", default="127.0.0.1", help="address where the API listens (default: 127.0.0.1)")
+    serve.add_argument("--port", type=port, default=8080, help="port of the API, 0 for a free one (default: 8080)")
+    serve.add_argument(
+        "--prefill", type=url, nargs="+", metavar="URL", help="running prefill daemons to use (default: one is started)"
+    )
+    serve.add_argument(
+        "--decode", type=url, nargs="+", metavar="URL", help="running decode daemons to use (default: one is started)"
+    )
+    serve.add_argument(
+        "--api-key", metavar="KEY", help="key that clients must send (default: $PDPLANE_API_KEY, else none)"
+    )
     serve.add_argument(
         "--allowed-origins", type=_origins, default=("*",), metavar="ORIGINS",
-        help="web pages that may use the API, separated by commas (*)",
+        help="web pages that may use the API, separated by commas (default: *)",
     )  # fmt: skip
-    serve.add_argument("--max-requests", type=count, default=256, metavar="N", help="requests at once, else 429 (256)")
     serve.add_argument(
-        "--drain-timeout", type=duration, default=10.0, metavar="TIME", help="for running requests at the end (10s)"
+        "--max-requests",
+        type=count,
+        default=256,
+        metavar="N",
+        help="requests that may run at once, more get status 429 (default: 256)",
     )
-    serve.add_argument("--exit-with-parent", action="store_true", help="end when standard input comes to its end (no)")
     serve.add_argument(
-        "--log-level", type=str.lower, choices=LEVELS, default="info", help="of this process and its daemons (info)"
+        "--drain-timeout",
+        type=duration,
+        default=10.0,
+        metavar="TIME",
+        help="longest wait for running requests at the end (default: 10.0)",
     )
-    serve.add_argument("--log-json", action="store_true", help="log JSON objects (lines of text)")
+    serve.add_argument(
+        "--exit-with-parent", action="store_true", help="end when standard input, a pipe from the parent, ends"
+    )
+    serve.add_argument(
+        "--log-level",
+        type=str.lower,
+        choices=LEVELS,
+        default="info",
+        help="least level that this process and its daemons log (default: info)",
+    )
+    serve.add_argument("--log-json", action="store_true", help="log JSON objects instead of lines of text")
     _add_sampling_flags(parser.add_argument_group("defaults of requests"))
     for flag, reason in _REFUSED.items():
         parser.add_argument(flag, nargs="?", action=_Refuse, const=reason, help=argparse.SUPPRESS)
 
 
 def _add_sampling_flags(defaults: argparse._ArgumentGroup) -> None:
-    defaults.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature (0.0, greedy)")
-    defaults.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (1.0, off)")
-    defaults.add_argument("--top-k", type=int, default=0, metavar="K", help="likeliest tokens to draw from (0, all)")
     defaults.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="least share of the likeliest's (0.0, off)"
+        "--temp", type=float, default=0.0, metavar="T", help="temperature, 0 for greedy (default: 0.0)"
     )
-    defaults.add_argument("--max-tokens", type=count, default=512, metavar="N", help="longest answer (512)")
     defaults.add_argument(
-        "--chat-template-args", type=_object, default={}, metavar="JSON", help="arguments of the chat template ({})"
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="share of the nucleus to draw from, 1 for all (default: 1.0)",
+    )
+    defaults.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="likeliest tokens to draw from, 0 for all (default: 0)"
+    )
+    defaults.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="least probability, as a share of the likeliest token's (default: 0.0)",
+    )
+    defaults.add_argument(
+        "--max-tokens", type=count, default=512, metavar="N", help="longest answer in tokens (default: 512)"
+    )
+    defaults.add_argument(
+        "--chat-template-args",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="arguments of the chat template (default: {})",
     )
 
 

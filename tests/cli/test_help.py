@@ -37,7 +37,8 @@ def shown(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 
 def flags(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    return [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    return [action for action in shown if action.option_strings and action.dest != "help"]
 
 
 def may_be_left_out(parser: argparse.ArgumentParser, action: argparse.Action) -> bool:
