@@ -175,7 +175,7 @@ class LookUpOptions:
     longest_pause_s: float = 1.0
 
 
-class LookUp:
+class RendezvousClient:
     """Asks rendezvous servers for a room's prefill ranks; nothing is cached, so a restarted prefill is seen at once."""
 
     def __init__(self, http: HttpThread, options: LookUpOptions | None = None, secret: Secret | None = None) -> None:

@@ -11,7 +11,7 @@ from pdplane import wire
 from pdplane.control.channels import Curve, Dealers
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.legacy import LegacyLine, LegacyPrefills, probed
-from pdplane.control.lookup import LookUp, LookUpOptions, PrefillFound, PrefillNotFound
+from pdplane.control.lookup import LookUpOptions, PrefillFound, PrefillNotFound, RendezvousClient
 from pdplane.control.reactor import Reactor
 from pdplane.errors import ConfigError, LocalProtocolError, ProtocolError, WireError
 from pdplane.ids import Endpoint, Life, Room, SessionId
@@ -62,7 +62,7 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
             self._receivers.append(self._make_receiver(config.legacy_transport or "", 0))
         self._receiver = self._receivers[0]
         options = LookUpOptions(deadline_s=config.bootstrap_timeout_s)
-        self._look_up = LookUp(self._http, options, config.secret)
+        self._look_up = RendezvousClient(self._http, options, config.secret)
         self._dealers = Dealers(self._rejected, Curve(config.secret) if config.secret else None)
         self._legacy = LegacyPrefills(self._rejected, self._probe) if config.speaks_legacy else None
 

@@ -84,7 +84,7 @@ class _Progress:
     nbytes: int = 0
 
 
-class _Window:
+class _RoomRuns:
     """One room's runs. `_gate` guards the fields; running stores are counted and hold no lock."""
 
     def __init__(
@@ -183,7 +183,7 @@ class _Window:
 class Grant:
     """Permission to store one segment, for as long as the window stays open."""
 
-    def __init__(self, fence: Fence, window: _Window, write: Write) -> None:
+    def __init__(self, fence: Fence, window: _RoomRuns, write: Write) -> None:
         self._fence, self._window, self._write = fence, window, write
 
     @property
@@ -212,7 +212,7 @@ class Fence:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._lock = threading.Lock()
-        self._windows: dict[Room, _Window] = {}
+        self._windows: dict[Room, _RoomRuns] = {}
         self._refused: Counter[Refusal] = Counter()
 
     def open(
@@ -231,7 +231,7 @@ class Fence:
         arena.
         """
         starts, ends = _merged(offsets, lengths, self.arena.nbytes)
-        window = _Window(generation, starts, ends, writers, on_landed)
+        window = _RoomRuns(generation, starts, ends, writers, on_landed)
         with self._lock:
             if room in self._windows:
                 raise LocalProtocolError(f"room {room} has an open window already")

@@ -78,7 +78,7 @@ _CHECKSUM = 2
 _TABLE = np.dtype("<u8")
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame is."""
 
     SEGMENT = 1
@@ -88,17 +88,17 @@ class Kind(enum.IntEnum):
     TAKEN = 5
 
 
-FROM_SENDER = (Kind.SEGMENT, Kind.ABANDON)
-FROM_PULLED_SENDER = (Kind.PULL, Kind.ABANDON)
-FROM_RECEIVER = (Kind.ACK, Kind.TAKEN)
-_TABLES = {Kind.SEGMENT: 2, Kind.PULL: 3}
+FROM_SENDER = (FrameKind.SEGMENT, FrameKind.ABANDON)
+FROM_PULLED_SENDER = (FrameKind.PULL, FrameKind.ABANDON)
+FROM_RECEIVER = (FrameKind.ACK, FrameKind.TAKEN)
+_TABLES = {FrameKind.SEGMENT: 2, FrameKind.PULL: 3}
 
 
 @attrs.frozen
 class Header:
     """The first 64 bytes of a frame; `count` is the number of runs, in an ACK the status."""
 
-    kind: Kind
+    kind: FrameKind
     session_number: int
     room: Room
     generation: Generation
@@ -147,7 +147,9 @@ def encode_segment(header: Header, *tables: U64) -> bytes:
     return encode_header(header) + numbers.tobytes()
 
 
-def decode_header(data: bytes | bytearray, session_number: int, kinds: tuple[Kind, ...] = tuple(Kind)) -> Header:
+def decode_header(
+    data: bytes | bytearray, session_number: int, kinds: tuple[FrameKind, ...] = tuple(FrameKind)
+) -> Header:
     """Read 64 bytes. Raises WireError for anything but a frame of these kinds and this connection."""
     if len(data) != HEADER_BYTES:
         raise WireError("header", f"a header has {HEADER_BYTES} bytes, not {len(data)}")
@@ -161,7 +163,7 @@ def decode_header(data: bytes | bytearray, session_number: int, kinds: tuple[Kin
     _expect("session number", number == session_number, number)
     _expect("room", room <= MAX_ROOM, room)
     checksum = check if flags & _CHECKSUM else None
-    header = Header(Kind(kind), number, room, generation, segment, count, nbytes, bool(flags & _LAST), checksum)
+    header = Header(FrameKind(kind), number, room, generation, segment, count, nbytes, bool(flags & _LAST), checksum)
     _check_counts(header)
     return header
 
@@ -173,12 +175,12 @@ def _check_counts(header: Header) -> None:
         _expect("count", bool(header.count) or (header.last and not header.nbytes), header.count)
         return
     _expect("checksum", header.checksum is None, header.checksum)
-    if header.kind is Kind.ACK:
+    if header.kind is FrameKind.ACK:
         _expect("status", header.count <= MAX_STATUS, header.count)
         _expect("flags", header.last, 0)
     else:
         _expect("nbytes", not header.count and not header.nbytes, header.nbytes)
-        _expect("flags", header.kind is Kind.ABANDON or not header.last, header.last)
+        _expect("flags", header.kind is FrameKind.ABANDON or not header.last, header.last)
 
 
 def decode_tables(header: Header, tables: U64) -> tuple[U64, U64]:

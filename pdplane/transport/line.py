@@ -26,8 +26,8 @@ from pdplane.transport import vector as iovec
 from pdplane.transport.framing import (
     FROM_RECEIVER,
     HEADER_BYTES,
+    FrameKind,
     Header,
-    Kind,
     decode_header,
     encode_header,
     encode_segment,
@@ -137,7 +137,7 @@ _DONT_WAIT = socket.MSG_DONTWAIT
 _ENDED = "the peer closed the connection"
 
 
-class Link:
+class DataSocket:
     """A connected stream socket; used by one thread, stopped by any."""
 
     def __init__(self, connected: socket.socket, buffer_bytes: int | None) -> None:
@@ -306,7 +306,7 @@ class StreamLine:
         self._lock = threading.Lock()
         self._down = False
         self._wakeup: Wakeup | None = None
-        self._link: Link | None = None
+        self._link: DataSocket | None = None
         self._poll = select.poll()
         self._session_number = 0
         self._pulled = False
@@ -328,7 +328,7 @@ class StreamLine:
 
     def send_segment(self, header: Header, part: Copies) -> None:
         if self._pulled:
-            header = attrs.evolve(header, kind=Kind.PULL)
+            header = attrs.evolve(header, kind=FrameKind.PULL)
             frame = encode_segment(header, part.destination, part.length, part.source)
             self._connected().write(frame, time.monotonic() + self._options.send_timeout_s)
             return
@@ -376,15 +376,15 @@ class StreamLine:
                 self._wakeup.close()
             self._link = self._wakeup = None
 
-    def _connected(self) -> Link:
+    def _connected(self) -> DataSocket:
         if self._link is None:
             raise ConnectionAbortedError("the line is closed")
         return self._link
 
-    def _use(self, connected: socket.socket) -> Link:
+    def _use(self, connected: socket.socket) -> DataSocket:
         """Make this the line's link, which `shutdown` stops; the caller closes the one that it replaced."""
         try:
-            link = Link(connected, self._options.socket_buffer_bytes)
+            link = DataSocket(connected, self._options.socket_buffer_bytes)
         except OSError:
             connected.close()
             raise
@@ -397,13 +397,13 @@ class StreamLine:
             raise ConnectionAbortedError("the sender was closed")
         return link
 
-    def _greet(self, link: Link) -> Accepted:
+    def _greet(self, link: DataSocket) -> Accepted:
         deadline_s = time.monotonic() + self._options.greeting_timeout_s
         link.write(self._greeting.hello(), deadline_s)
         link.write(self._greeting.welcome(*link.read_greeting(deadline_s)), deadline_s)
         return self._greeting.accepted(*link.read_greeting(deadline_s))
 
-    def _shorten(self, dial: Dial, link: Link, accepted: Accepted) -> Accepted:
+    def _shorten(self, dial: Dial, link: DataSocket, accepted: Accepted) -> Accepted:
         """Change to the Unix socket, or stay on TCP if anything prevents it."""
         try:
             connected = dial.unix(accepted.unix_path)
@@ -426,7 +426,7 @@ class StreamLine:
         self._pulled = way == PULL
         return attrs.evolve(accepted, way=way)
 
-    def _attach(self, link: Link, accepted: Accepted) -> str:
+    def _attach(self, link: DataSocket, accepted: Accepted) -> str:
         deadline_s = time.monotonic() + self._options.greeting_timeout_s
         if link.credentials is not None and link.credentials.uid != os.getuid():
             raise PermissionError(f"the socket belongs to user {link.credentials.uid}")

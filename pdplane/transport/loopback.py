@@ -25,8 +25,8 @@ from pdplane.transport.fence import Fence, Grant, Writer
 from pdplane.transport.framing import (
     FROM_SENDER,
     HEADER_BYTES,
+    FrameKind,
     Header,
-    Kind,
     decode_header,
     decode_tables,
     encode_header,
@@ -162,7 +162,7 @@ class _Connection:
             self._check()
             try:
                 header = decode_header(frame[:HEADER_BYTES], self.session_number, FROM_SENDER)
-                if header.kind is Kind.ABANDON:
+                if header.kind is FrameKind.ABANDON:
                     return self._landing.abandon(header)
                 offsets, lengths = decode_tables(header, np.frombuffer(frame, "<u8", offset=HEADER_BYTES))
             except WireError as error:

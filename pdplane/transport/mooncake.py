@@ -28,7 +28,7 @@ from pdplane.kv.copies import Copies
 from pdplane.net import Wakeup
 from pdplane.security import Secret
 from pdplane.transport.fence import Fence
-from pdplane.transport.framing import Header, Kind
+from pdplane.transport.framing import FrameKind, Header
 from pdplane.transport.greeting import Accepted
 from pdplane.transport.line import Dial
 from pdplane.transport.receiver import ReceiverSnapshot
@@ -70,7 +70,7 @@ def load_mooncake() -> ModuleType:
         raise ConfigError(f"{_MISSING} ({missing})") from None
 
 
-class Engine:
+class MooncakeEngine:
     """A TransferEngine with one registered arena."""
 
     def __init__(self, host: str, arena: Arena, options: TransportOptions) -> None:
@@ -112,7 +112,7 @@ class Engine:
 class _Shared:
     """An engine of an arena's lines."""
 
-    engine: Engine
+    engine: MooncakeEngine
     arena: Arena
     lines: int = 0  # those that use it
     sessions: set[SessionId] = attrs.field(factory=set)  # those it has opened
@@ -142,7 +142,7 @@ class _Engines:
         with self._lock:
             shared = self._current.get(key)
             if shared is None or not shared.suits(session):
-                shared = self._current[key] = _Shared(Engine(host, arena, options), arena)
+                shared = self._current[key] = _Shared(MooncakeEngine(host, arena, options), arena)
                 self._open.append(shared)
             shared.lines += 1
         self._sweep()
@@ -227,7 +227,7 @@ class MooncakeLine:
             self._written[key] = total
             return
         with self._changed:
-            self._acks.append(attrs.evolve(header, kind=Kind.ACK, count=0, nbytes=total))
+            self._acks.append(attrs.evolve(header, kind=FrameKind.ACK, count=0, nbytes=total))
 
     def send_header(self, header: Header) -> None:
         """Forget a push that was given up."""
@@ -293,7 +293,7 @@ class MooncakeReceiver:
         del decode_life, secret, report  # a one-sided write asks nobody and reports nothing
         self._listen, self._session = listen, session
         self._arena, self._options = fence.arena, options
-        self._engine: Engine | None = None
+        self._engine: MooncakeEngine | None = None
         self._started = False
 
     @property
@@ -316,7 +316,7 @@ class MooncakeReceiver:
             raise ConfigError(f"mooncake sessions cannot carry the IPv6 address {host}: advertise IPv4 or a name")
         if self._listen.port or self._session is not None:
             raise ConfigError("mooncake chooses its own port, and with it the session; ask for port 0")
-        self._engine = Engine(host, self._arena, self._options)
+        self._engine = MooncakeEngine(host, self._arena, self._options)
         self._listen = Endpoint(self._listen.host, self._engine.port)
         self._session = SessionId(f"{host}:{self._engine.port}")
         return self._session

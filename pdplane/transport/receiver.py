@@ -23,8 +23,8 @@ from pdplane.transport.framing import (
     FROM_PULLED_SENDER,
     FROM_SENDER,
     HEADER_BYTES,
+    FrameKind,
     Header,
-    Kind,
     can_check,
     checksum_of,
     decode_header,
@@ -33,7 +33,7 @@ from pdplane.transport.framing import (
     encode_header,
 )
 from pdplane.transport.greeting import Bundle, GreetingKind, ReceiverGreeting, encode
-from pdplane.transport.line import Link
+from pdplane.transport.line import DataSocket
 from pdplane.transport.pull import PeerMemory
 from pdplane.transport.reports import Landed, OnReport, TransportOptions, WriterCut
 from pdplane.transport.sender import Key, cause_of
@@ -160,11 +160,11 @@ class Landing:
         push = self._push(header)
         landed = self._finish(header, push)
         if not header.last:
-            return _answer(header, Kind.TAKEN) if header.kind is Kind.PULL else None
+            return _answer(header, FrameKind.TAKEN) if header.kind is FrameKind.PULL else None
         del self._open[_key(header)]
         if landed is not None and push.refusal is None:
             self._report(Landed(header.room, header.generation, self._writer.prefill_rank, landed))
-        return _answer(header, Kind.ACK, push.refusal.value if push.refusal else 0, push.nbytes)
+        return _answer(header, FrameKind.ACK, push.refusal.value if push.refusal else 0, push.nbytes)
 
     def _admit(self, header: Header, write: Write) -> Admission:
         wanted = self._demands_checksums and header.nbytes > 0
@@ -194,7 +194,7 @@ class Landing:
     def abandon(self, header: Header) -> Header | None:
         """Forget a push that its sender gave up; return the answer to send, if it asks for one."""
         push = self._open.pop(_key(header), _OpenPush())
-        return _answer(header, Kind.ACK, 0, push.nbytes) if header.last else None
+        return _answer(header, FrameKind.ACK, 0, push.nbytes) if header.last else None
 
     def _push(self, header: Header) -> _OpenPush:
         key = _key(header)
@@ -203,7 +203,7 @@ class Landing:
         return self._open.setdefault(key, _OpenPush())
 
 
-def _answer(header: Header, kind: Kind, status: int = 0, nbytes: int = 0) -> Header:
+def _answer(header: Header, kind: FrameKind, status: int = 0, nbytes: int = 0) -> Header:
     return attrs.evolve(header, kind=kind, count=status, nbytes=nbytes, checksum=None)
 
 
@@ -211,7 +211,7 @@ def _key(header: Header) -> Key:
     return header.room, header.generation, header.push
 
 
-class Endable(Protocol):
+class WriterConnection(Protocol):
     """A writer's connection as the table sees it."""
 
     def end(self, cause: str) -> None:
@@ -224,9 +224,9 @@ class Writers:
     def __init__(self) -> None:
         self._taking = threading.Lock()  # held while an old connection ends
         self._lock = threading.Lock()
-        self._connections: dict[Writer, dict[Bundle, Endable]] = {}
+        self._connections: dict[Writer, dict[Bundle, WriterConnection]] = {}
 
-    def enter(self, writer: Writer, bundle: Bundle, connection: Endable) -> None:
+    def enter(self, writer: Writer, bundle: Bundle, connection: WriterConnection) -> None:
         """Make this the connection of the bundle's stream. Raises TimeoutError when an old one does not end."""
         with self._taking:
             with self._lock:
@@ -237,7 +237,7 @@ class Writers:
             with self._lock:
                 self._connections.setdefault(writer, {})[bundle] = connection
 
-    def leave(self, writer: Writer, bundle: Bundle, connection: Endable) -> None:
+    def leave(self, writer: Writer, bundle: Bundle, connection: WriterConnection) -> None:
         """Forget the connection unless another took its place."""
         with self._lock:
             known = self._connections.get(writer, {})
@@ -271,9 +271,9 @@ class Connection:
 
     def __init__(
         self,
-        link: Link,
+        link: DataSocket,
         reception: Reception,
-        greet: Callable[[Link, float], Greeted],
+        greet: Callable[[DataSocket, float], Greeted],
         forget: Callable[[Connection], None],
     ) -> None:
         self._link, self._reception, self._greet, self._forget = link, reception, greet, forget
@@ -361,7 +361,7 @@ class Connection:
             self._link.wait(select.POLLIN, None)
             data = self._link.read_bytes(HEADER_BYTES, self._deadline())
             header = decode_header(data, greeted.session_number, kinds)
-            if header.kind is Kind.ABANDON:
+            if header.kind is FrameKind.ABANDON:
                 answer = landing.abandon(header)
             else:
                 answer = self._land(landing, header, greeted.memory)

@@ -16,7 +16,7 @@ from pdplane.ids import Generation, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
 from pdplane.transport.fence import Refusal
-from pdplane.transport.framing import MAX_PUSH, Header, Kind, checksum_of, segment_number, segments
+from pdplane.transport.framing import MAX_PUSH, FrameKind, Header, checksum_of, segment_number, segments
 from pdplane.transport.greeting import PULL, Accepted
 from pdplane.transport.reports import (
     Connected,
@@ -51,7 +51,7 @@ class Push:
 
 
 @attrs.define(eq=False)
-class Job:
+class PendingPush:
     """A submitted push and how far it got.
 
     `refusal` is set when it may not be sent, `cancelled` when it is to end. `sent` counts the segments of `parts` that
@@ -80,21 +80,21 @@ class Outbox:
     def __init__(self, max_queued: int) -> None:
         self._changed = threading.Condition()
         self._max_queued = max_queued
-        self._queued: dict[Room, deque[Job]] = {}  # the next room in turn first
+        self._queued: dict[Room, deque[PendingPush]] = {}  # the next room in turn first
         self._count = 0
-        self._pending: dict[Key, Job] = {}
+        self._pending: dict[Key, PendingPush] = {}
         self._closed = self._retired = False
 
     def submit(self, push: Push) -> bool:
         """Queue a push, one beyond the bound as refused; return False when the outbox takes no more."""
-        job = Job(push, push.copies.nbytes)
+        job = PendingPush(push, push.copies.nbytes)
         with self._changed:
             if self._closed or self._retired:
                 return False
             if push.key in self._pending:
                 raise LocalProtocolError(f"push {push.push} of room {push.room} is under way already")
             if self._count >= self._max_queued:
-                job = Job(_without_bytes(push), job.nbytes, refusal="too many pushes are queued")
+                job = PendingPush(_without_bytes(push), job.nbytes, refusal="too many pushes are queued")
             self._pending[push.key] = job
             self._enqueue(job)
         return True
@@ -106,7 +106,7 @@ class Outbox:
                 if job.push.room == room and job.push.generation == generation:
                     job.cancelled = True
 
-    def turn(self) -> Job | None:
+    def turn(self) -> PendingPush | None:
         """Return the push whose next segment is due; its room's next turn comes after all others'."""
         with self._changed:
             for room in self._queued:
@@ -114,7 +114,7 @@ class Outbox:
                 return jobs[0]
             return None
 
-    def sent(self, job: Job) -> None:
+    def sent(self, job: PendingPush) -> None:
         """Go on with the next push of the room, since all of this one is sent or it is over."""
         with self._changed:
             jobs = self._queued.get(job.push.room)
@@ -124,7 +124,7 @@ class Outbox:
                 if not jobs:
                     del self._queued[job.push.room]
 
-    def take_cancelled(self) -> list[Job]:
+    def take_cancelled(self) -> list[PendingPush]:
         """Take the cancelled pushes out of the queue and return them."""
         with self._changed:
             cancelled = [job for jobs in self._queued.values() for job in jobs if job.cancelled]
@@ -132,7 +132,7 @@ class Outbox:
                 self._requeue([job for jobs in self._queued.values() for job in jobs if not job.cancelled])
             return cancelled
 
-    def resume(self, tries: int) -> list[Job]:
+    def resume(self, tries: int) -> list[PendingPush]:
         """Queue again, after a cut, what may be resent, in the order of submission; return the rest."""
         with self._changed:
             jobs = list(self._pending.values())
@@ -144,12 +144,12 @@ class Outbox:
             self._requeue(again)
             return over
 
-    def finish(self, key: Key) -> Job | None:
+    def finish(self, key: Key) -> PendingPush | None:
         """End a push; return its job the first time, None afterwards."""
         with self._changed:
             return self._pending.pop(key, None)
 
-    def finish_all(self) -> list[Job]:
+    def finish_all(self) -> list[PendingPush]:
         """End every push and take no more; return their jobs in the order of submission."""
         with self._changed:
             self._retired = True
@@ -180,11 +180,11 @@ class Outbox:
         with self._changed:
             return len(self._pending)
 
-    def _enqueue(self, job: Job) -> None:
+    def _enqueue(self, job: PendingPush) -> None:
         self._queued.setdefault(job.push.room, deque()).append(job)
         self._count += 1
 
-    def _requeue(self, jobs: list[Job]) -> None:
+    def _requeue(self, jobs: list[PendingPush]) -> None:
         self._queued, self._count = {}, 0
         for job in jobs:
             self._enqueue(job)
@@ -449,13 +449,13 @@ class PushSender:
             raise TimeoutError("no acknowledgement came in time")
         return left
 
-    def _transmit(self, job: Job) -> None:
+    def _transmit(self, job: PendingPush) -> None:
         """Send the push's next segment."""
         push, index = job.push, job.sent
         if not job.parts:
             job.parts = list(segments(push.copies, self._options.segment_bytes, self._options.segment_runs))
         part, last = job.parts[index], index == len(job.parts) - 1
-        header = self._header(Kind.SEGMENT, push, index, last=last)
+        header = self._header(FrameKind.SEGMENT, push, index, last=last)
         header = attrs.evolve(header, count=len(part.length), nbytes=part.nbytes, checksum=self._checksum(part))
         job.sent += 1
         if last:
@@ -469,7 +469,7 @@ class PushSender:
     def _checksum(self, part: Copies) -> int | None:
         return checksum_of(self._arena, part.source, part.length) if self._options.checksum else None
 
-    def _header(self, kind: Kind, push: Push, index: int, *, last: bool) -> Header:
+    def _header(self, kind: FrameKind, push: Push, index: int, *, last: bool) -> Header:
         number = segment_number(push.push, self._first_segment + index)
         session_number = self._accepted.session_number if self._accepted else 0
         return Header(kind, session_number, push.room, push.generation, number, last=last)
@@ -480,13 +480,13 @@ class PushSender:
             self._progress_s = time.monotonic()
 
     def _settle_one(self, answer: Header, key: Key) -> None:
-        if answer.kind is Kind.TAKEN and self._outstanding:
+        if answer.kind is FrameKind.TAKEN and self._outstanding:
             self._outstanding -= 1
-        elif answer.kind is Kind.ACK and key in self._abandoned:
+        elif answer.kind is FrameKind.ACK and key in self._abandoned:
             self._abandoned.remove(key)
             if job := self._outbox.finish(key):
                 self._report_failure(job.push, "cancelled")
-        elif answer.kind is Kind.ACK and key in self._unacknowledged:
+        elif answer.kind is FrameKind.ACK and key in self._unacknowledged:
             self._unacknowledged.remove(key)
             self._outstanding -= self._pulled
             self._attempts = 0
@@ -497,7 +497,7 @@ class PushSender:
                 "ack", f"the receiver acknowledged push {answer.push} of room {answer.room}, not sent to it"
             )
 
-    def _conclude(self, job: Job, ack: Header) -> None:
+    def _conclude(self, job: PendingPush, ack: Header) -> None:
         push = job.push
         if ack.count:
             self._report_failure(push, f"refused: {_REFUSED[Refusal(ack.count)]}")
@@ -513,9 +513,9 @@ class PushSender:
             else:
                 self._fail(job.push, "cancelled")
 
-    def _abandon(self, job: Job) -> None:
+    def _abandon(self, job: PendingPush) -> None:
         """Tell the receiver to forget a push that it has part of; it may be reading our memory for it."""
-        self._line.send_header(self._header(Kind.ABANDON, job.push, job.sent, last=self._pulled))
+        self._line.send_header(self._header(FrameKind.ABANDON, job.push, job.sent, last=self._pulled))
         if self._pulled:
             self._abandoned.add(job.push.key)
             self._progress_s = time.monotonic()

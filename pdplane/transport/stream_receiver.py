@@ -17,7 +17,7 @@ from pdplane.net import Acceptor, listen
 from pdplane.security import Secret
 from pdplane.transport.fence import Fence
 from pdplane.transport.greeting import PULL, UNIX, Attach, decode_attach, encode_attached
-from pdplane.transport.line import Link
+from pdplane.transport.line import DataSocket
 from pdplane.transport.pull import PeerMemory
 from pdplane.transport.receiver import HALF_OPEN, Connection, Greeted, ReceiverSnapshot, Reception
 from pdplane.transport.reports import OnReport, TransportOptions
@@ -101,7 +101,7 @@ class StreamReceiver:
             connected.close()
             return
         try:
-            link = Link(connected, self._options.socket_buffer_bytes)
+            link = DataSocket(connected, self._options.socket_buffer_bytes)
         except OSError:  # it has ended already
             connected.close()
             return
@@ -111,7 +111,7 @@ class StreamReceiver:
             self._connections.add(connection)
         connection.start()
 
-    def _greet(self, link: Link, deadline_s: float) -> Greeted:
+    def _greet(self, link: DataSocket, deadline_s: float) -> Greeted:
         """Exchange the messages over TCP, up to the sender's proof. Raises WireError or OSError."""
         greeting = self._reception.greeting()
         link.write(greeting.hello(*link.read_greeting(deadline_s)), deadline_s)
@@ -120,7 +120,7 @@ class StreamReceiver:
         path = self._unix.path if self._unix is not None else ""
         return Greeted(greeting.writer, greeting.bundle, number, greeting.accepted(number, path))
 
-    def _greet_attached(self, link: Link, deadline_s: float) -> Greeted:
+    def _greet_attached(self, link: DataSocket, deadline_s: float) -> Greeted:
         """Take a TCP connection's sender over to the Unix socket. Raises WireError or OSError."""
         if link.credentials is not None and link.credentials.uid != os.getuid():
             raise WireError("uid", "another user's process")
@@ -134,7 +134,7 @@ class StreamReceiver:
         found[0].moves = True
         return attrs.evolve(found[0].greeted, reply=encode_attached(way), way=way, memory=memory)
 
-    def _memory(self, link: Link, wish: Attach) -> PeerMemory | None:
+    def _memory(self, link: DataSocket, wish: Attach) -> PeerMemory | None:
         """Return the sender's arena if it is readable from here and proved to be the sender's, else None."""
         credentials = link.credentials
         if wish.way != PULL or PULL not in self._ways or credentials is None or not credentials.pid:

@@ -17,11 +17,11 @@ from pdplane.control.lookup import (
     Announcement,
     Announcer,
     AnnouncerOptions,
-    LookUp,
     LookUpOptions,
     PrefillFound,
     PrefillNotFound,
     RankAddress,
+    RendezvousClient,
 )
 from pdplane.control.rendezvous import rendezvous_app
 from pdplane.ids import Endpoint, Life, Rank, Room, new_life
@@ -43,7 +43,7 @@ def http() -> Iterator[HttpThread]:
     thread.close()
 
 
-def begin(look_up: LookUp, bootstrap: Endpoint, room: int = 5) -> Future[PrefillFound | PrefillNotFound]:
+def begin(look_up: RendezvousClient, bootstrap: Endpoint, room: int = 5) -> Future[PrefillFound | PrefillNotFound]:
     result: Future[PrefillFound | PrefillNotFound] = Future()
     look_up.find(bootstrap, Room(room), result.set_result)
     return result
@@ -76,7 +76,7 @@ def test_finds_the_group_of_the_room(http: HttpThread) -> None:
     for rank in range(4):
         body = announcement(rank, world_size=4, dp_size=2).body()
         assert ask(bootstrap, "PUT", "/route", body).status == 200
-    found = begin(LookUp(http, SOON), bootstrap, room=7).result(10)
+    found = begin(RendezvousClient(http, SOON), bootstrap, room=7).result(10)
     ranks = (
         RankAddress(Rank(0), "127.0.0.1", 7002, 7102, LIFE),
         RankAddress(Rank(1), "127.0.0.1", 7003, 7103, LIFE),
@@ -87,14 +87,14 @@ def test_finds_the_group_of_the_room(http: HttpThread) -> None:
 def test_a_legacy_rank_has_no_router_port(http: HttpThread) -> None:
     bootstrap = http.serve(rendezvous_app(), "127.0.0.1", 0)
     assert ask(bootstrap, "PUT", "/route", registration()).status == 200
-    found = begin(LookUp(http, SOON), bootstrap).result(10)
+    found = begin(RendezvousClient(http, SOON), bootstrap).result(10)
     assert isinstance(found, PrefillFound)
     assert found.ranks == (RankAddress(Rank(0), "127.0.0.1", 7000),)
 
 
 def test_waits_for_ranks_that_come_late(http: HttpThread) -> None:
     bootstrap = http.serve(rendezvous_app(), "127.0.0.1", 0)
-    search = begin(LookUp(http, SOON), bootstrap)
+    search = begin(RendezvousClient(http, SOON), bootstrap)
     announcer = Announcer(http, bootstrap, announcement(), options=QUICK)
     announcer.start()
     assert isinstance(search.result(10), PrefillFound)
@@ -106,14 +106,14 @@ def test_a_legacy_server_without_ranks_is_asked_again(http: HttpThread) -> None:
     full = json.dumps({"prefill_tp_size": 1, "prefill_dp_size": 1, "cache_layout": LAYOUT})
     rank = json.dumps({"rank_ip": "10.0.0.1", "rank_port": 4000})
     bootstrap = scripted(http, (200, empty), (200, full), (500, "500 Internal Server Error"), (200, full), (200, rank))
-    found = begin(LookUp(http, SOON), bootstrap).result(10)
+    found = begin(RendezvousClient(http, SOON), bootstrap).result(10)
     assert isinstance(found, PrefillFound)
     assert found.ranks[0].host == "10.0.0.1"
 
 
 def test_says_at_the_deadline_what_is_missing(http: HttpThread) -> None:
     bootstrap = http.serve(rendezvous_app(), "127.0.0.1", 0)
-    not_found = begin(LookUp(http, LookUpOptions(deadline_s=0.1, first_pause_s=0.01)), bootstrap).result(10)
+    not_found = begin(RendezvousClient(http, LookUpOptions(deadline_s=0.1, first_pause_s=0.01)), bootstrap).result(10)
     assert isinstance(not_found, PrefillNotFound)
     assert f"127.0.0.1:{bootstrap.port}" in not_found.cause
     assert "503" in not_found.cause
@@ -122,7 +122,7 @@ def test_says_at_the_deadline_what_is_missing(http: HttpThread) -> None:
 
 def test_an_address_where_nobody_listens_is_given_up_soon(http: HttpThread) -> None:
     nobody = unused_port()
-    not_found = begin(LookUp(http, LookUpOptions(deadline_s=10_000, unreachable_s=0.1)), nobody).result(10)
+    not_found = begin(RendezvousClient(http, LookUpOptions(deadline_s=10_000, unreachable_s=0.1)), nobody).result(10)
     assert isinstance(not_found, PrefillNotFound)
     assert str(nobody.port) in not_found.cause
 
@@ -131,7 +131,7 @@ def test_an_address_that_swallows_everything_is_given_up_soon(http: HttpThread) 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Endpoint("127.0.0.1", silent.getsockname()[1])
         options = LookUpOptions(deadline_s=10_000, unreachable_s=0.1, request_timeout_s=0.2)
-        not_found = begin(LookUp(http, options), address).result(10)
+        not_found = begin(RendezvousClient(http, options), address).result(10)
     assert isinstance(not_found, PrefillNotFound)
     assert "nobody answered in time" in not_found.cause
 
@@ -139,7 +139,7 @@ def test_an_address_that_swallows_everything_is_given_up_soon(http: HttpThread) 
 @pytest.mark.parametrize("host", ["a b", "x" * 300, "..", "[", "\u0000", "h/../x"])
 def test_a_host_that_cannot_be_one_is_not_found(http: HttpThread, host: str) -> None:
     options = LookUpOptions(deadline_s=1, unreachable_s=0.05)
-    assert isinstance(begin(LookUp(http, options), Endpoint(host, 1)).result(10), PrefillNotFound)
+    assert isinstance(begin(RendezvousClient(http, options), Endpoint(host, 1)).result(10), PrefillNotFound)
 
 
 GOOD = {"prefill_tp_size": 1, "prefill_dp_size": 1, "cache_layout": "{}"}
@@ -166,7 +166,7 @@ GOOD = {"prefill_tp_size": 1, "prefill_dp_size": 1, "cache_layout": "{}"}
 def test_an_answer_that_is_no_use_is_named_at_once(http: HttpThread, status: int, text: str, words: str) -> None:
     bootstrap = scripted(http, (status, text))
     options = LookUpOptions(deadline_s=10_000, unreachable_s=0.05)
-    not_found = begin(LookUp(http, options), bootstrap).result(10)
+    not_found = begin(RendezvousClient(http, options), bootstrap).result(10)
     assert isinstance(not_found, PrefillNotFound)
     assert words in not_found.cause
 
@@ -178,14 +178,14 @@ def test_an_answer_that_is_no_use_is_named_at_once(http: HttpThread, status: int
 def test_a_rank_answer_of_wrong_fields_is_refused(http: HttpThread, changes: dict[str, Any]) -> None:
     rank = {"rank_ip": "10.0.0.1", "rank_port": 4000} | changes
     bootstrap = scripted(http, (200, json.dumps(GOOD)), (200, json.dumps(rank)))
-    assert isinstance(begin(LookUp(http, SOON), bootstrap).result(10), PrefillNotFound)
+    assert isinstance(begin(RendezvousClient(http, SOON), bootstrap).result(10), PrefillNotFound)
 
 
 def test_every_look_up_is_answered_when_the_thread_closes() -> None:
     http = HttpThread()
     http.start()
     bootstrap = http.serve(rendezvous_app(), "127.0.0.1", 0)
-    look_up = LookUp(http, SOON)
+    look_up = RendezvousClient(http, SOON)
     waiting = [begin(look_up, bootstrap) for _ in range(20)]
     http.close()
     waiting.append(begin(look_up, bootstrap))
@@ -199,8 +199,8 @@ def test_the_token_of_the_secret_is_sent(http: HttpThread) -> None:
     announcer.start()
     assert announcer.ready.wait(10)
     announcer.stop()
-    assert isinstance(begin(LookUp(http, SOON, SECRET), bootstrap).result(10), PrefillFound)
-    assert isinstance(begin(LookUp(http, SOON), bootstrap).result(10), PrefillNotFound)
+    assert isinstance(begin(RendezvousClient(http, SOON, SECRET), bootstrap).result(10), PrefillFound)
+    assert isinstance(begin(RendezvousClient(http, SOON), bootstrap).result(10), PrefillNotFound)
 
 
 def test_announces_until_it_is_heard(http: HttpThread) -> None:
@@ -238,7 +238,7 @@ def test_a_rendezvous_that_forgot_everybody_is_filled_again(http: HttpThread) ->
     assert announcer.ready.wait(10)
     first.close()
     http.serve(rendezvous_app(), bootstrap.host, bootstrap.port)
-    assert isinstance(begin(LookUp(http, SOON), bootstrap).result(10), PrefillFound)
+    assert isinstance(begin(RendezvousClient(http, SOON), bootstrap).result(10), PrefillFound)
     announcer.stop()
 
 

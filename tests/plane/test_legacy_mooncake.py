@@ -11,7 +11,7 @@ from pdplane.kv.arena import Arena, Pool
 from pdplane.kv.copies import Copies
 from pdplane.kv.manifest import blocks_needed
 from pdplane.testing.legacy_peer import LegacyDecode, LegacyPrefill, LegacyRendezvous
-from pdplane.transport.mooncake import Engine
+from pdplane.transport.mooncake import MooncakeEngine
 from pdplane.transport.reports import TransportOptions
 from tests.mooncake_engine import needs_engine
 from tests.plane.conftest import StartDecode, StartPrefill
@@ -44,7 +44,7 @@ def test_a_legacy_prefill_writes_into_our_decode(start_decode: StartDecode, open
     decode = start_decode(legacy_transport="mooncake")
     arena = Arena.zeros(LAYOUT.arena_bytes)
     arena.bytes[:] = np.random.default_rng(1).integers(0, 256, arena.nbytes, np.uint8)
-    engine = Engine("127.0.0.1", arena, TransportOptions())
+    engine = MooncakeEngine("127.0.0.1", arena, TransportOptions())
     opened.callback(engine.close)
 
     def write(session: str, address: int, data: np.ndarray) -> None:

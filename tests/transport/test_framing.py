@@ -21,8 +21,8 @@ from pdplane.transport.framing import (
     HEADER_BYTES,
     MAX_RUNS,
     MAX_SEGMENT_BYTES,
+    FrameKind,
     Header,
-    Kind,
     decode_header,
     decode_sources,
     decode_tables,
@@ -36,7 +36,7 @@ from pdplane.transport.vector import merge
 from tests.transport.ends import u64
 
 U64_NUMBER = st.integers(0, 2**64 - 1)
-SEGMENT = Header(Kind.SEGMENT, 5, Room(1), Generation(2), segment_number(3, 4), count=2, nbytes=30, last=True)
+SEGMENT = Header(FrameKind.SEGMENT, 5, Room(1), Generation(2), segment_number(3, 4), count=2, nbytes=30, last=True)
 
 
 def headers() -> st.SearchStrategy[Header]:
@@ -52,7 +52,7 @@ def headers() -> st.SearchStrategy[Header]:
     segment = st.tuples(counts, st.booleans()).flatmap(
         lambda drawn: st.builds(
             Header,
-            kind=st.sampled_from([Kind.SEGMENT, Kind.PULL]),
+            kind=st.sampled_from([FrameKind.SEGMENT, FrameKind.PULL]),
             count=st.just(drawn[0][0]),
             nbytes=st.just(drawn[0][1]),
             last=st.just(drawn[1]),
@@ -61,10 +61,10 @@ def headers() -> st.SearchStrategy[Header]:
         )
     )
     ack = st.builds(
-        Header, kind=st.just(Kind.ACK), count=st.integers(0, 5), nbytes=U64_NUMBER, last=st.just(True), **common
+        Header, kind=st.just(FrameKind.ACK), count=st.integers(0, 5), nbytes=U64_NUMBER, last=st.just(True), **common
     )
-    abandon = st.builds(Header, kind=st.just(Kind.ABANDON), last=st.booleans(), **common)
-    return st.one_of(segment, ack, abandon, st.builds(Header, kind=st.just(Kind.TAKEN), **common))
+    abandon = st.builds(Header, kind=st.just(FrameKind.ABANDON), last=st.booleans(), **common)
+    return st.one_of(segment, ack, abandon, st.builds(Header, kind=st.just(FrameKind.TAKEN), **common))
 
 
 @given(headers())
@@ -98,11 +98,11 @@ def test_a_changed_byte_is_another_header_or_a_wire_error(header: Header, at: in
         ({"nbytes": 1}, "nbytes"),
         ({"count": 0}, "count"),
         ({"count": 0, "nbytes": 0, "last": False}, "count"),
-        ({"kind": Kind.ACK, "count": 6}, "status"),
-        ({"kind": Kind.ACK, "count": 0, "last": False}, "flags"),
-        ({"kind": Kind.ABANDON}, "nbytes"),
-        ({"kind": Kind.TAKEN, "count": 0, "nbytes": 0}, "flags"),
-        ({"kind": Kind.ACK, "count": 0, "checksum": 1}, "checksum"),
+        ({"kind": FrameKind.ACK, "count": 6}, "status"),
+        ({"kind": FrameKind.ACK, "count": 0, "last": False}, "flags"),
+        ({"kind": FrameKind.ABANDON}, "nbytes"),
+        ({"kind": FrameKind.TAKEN, "count": 0, "nbytes": 0}, "flags"),
+        ({"kind": FrameKind.ACK, "count": 0, "checksum": 1}, "checksum"),
     ],
 )
 def test_absurd_headers_name_their_field(changes: dict[str, object], field: str) -> None:
@@ -113,7 +113,7 @@ def test_absurd_headers_name_their_field(changes: dict[str, object], field: str)
 
 def test_a_kind_in_the_wrong_direction_is_refused() -> None:
     with pytest.raises(WireError):
-        decode_header(encode_header(SEGMENT), 5, (Kind.ACK,))
+        decode_header(encode_header(SEGMENT), 5, (FrameKind.ACK,))
     with pytest.raises(WireError):
         decode_header(encode_header(SEGMENT)[:-1], 5)
 
@@ -131,7 +131,7 @@ def test_lengths_that_contradict_the_header_are_refused(lengths: tuple[int, int]
         decode_tables(SEGMENT, u64(0, 0, *lengths))
 
 
-PULL = attrs.evolve(SEGMENT, kind=Kind.PULL)
+PULL = attrs.evolve(SEGMENT, kind=FrameKind.PULL)
 
 
 def test_a_pull_names_its_sources_inside_the_senders_arena() -> None:

@@ -101,7 +101,7 @@ class Played:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     made = Engines()
-    monkeypatch.setattr(mooncake, "Engine", lambda *_: Played(made))
+    monkeypatch.setattr(mooncake, "MooncakeEngine", lambda *_: Played(made))
     monkeypatch.setattr(Dial, "probe", lambda *_: "127.0.0.1")
     yield made
     made.close()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pdplane.errors import WireError
 from pdplane.ids import Generation, Room
 from pdplane.kv.arena import Arena
-from pdplane.transport.framing import HEADER_BYTES, Header, Kind, decode_header, encode_header, encode_segment
+from pdplane.transport.framing import HEADER_BYTES, FrameKind, Header, decode_header, encode_header, encode_segment
 from pdplane.transport.greeting import (
     Accepted,
     Attach,
@@ -150,7 +150,7 @@ def test_a_nonce_that_is_not_there_means_bytes_over_the_socket(pulled: Ends, wro
             assert decode_attached(*over.message(), "pull") == "unix"
             assert client.is_closed_by_peer(), "the TCP connection has done its part"
             header = Header(
-                Kind.SEGMENT, accepted.session_number, Room(7), Generation(1), 0, count=1, nbytes=4, last=True
+                FrameKind.SEGMENT, accepted.session_number, Room(7), Generation(1), 0, count=1, nbytes=4, last=True
             )
             over.send(encode_segment(header, u64(0), u64(4)) + b"abcd")
             assert decode_header(over.read(HEADER_BYTES), accepted.session_number).count == 0
@@ -173,7 +173,7 @@ def test_sources_outside_the_senders_arena_end_the_connection(pulled: Ends, sour
         with stranger(decode, accepted.unix_path) as over:
             pulled_stranger(decode, client, over, arena, accepted.session_number)
             header = Header(
-                Kind.PULL, accepted.session_number, Room(7), Generation(1), 0, count=2, nbytes=32, last=True
+                FrameKind.PULL, accepted.session_number, Room(7), Generation(1), 0, count=2, nbytes=32, last=True
             )
             over.send(encode_segment(header, u64(0, 16), u64(16, 16), u64(*sources)))
             assert over.is_closed_by_peer()
@@ -191,7 +191,7 @@ def test_memory_that_went_away_cuts_the_connection_and_counts_nothing(pulled: En
             number = accepted.session_number
             over.send(Attach(number, "pull", nonce.address, nonce.text, 4096, 64).encode())  # page 1 is never mapped
             assert decode_attached(*over.message(), "pull") == "pull"
-            header = Header(Kind.PULL, number, Room(7), Generation(1), 0, count=1, nbytes=64, last=True)
+            header = Header(FrameKind.PULL, number, Room(7), Generation(1), 0, count=1, nbytes=64, last=True)
             over.send(encode_segment(header, u64(0), u64(64), u64(0)))
             assert over.is_closed_by_peer()
     assert "memory" in decode.reports.wait(WriterCut)[0].cause
@@ -206,14 +206,14 @@ def test_pulled_segments_are_answered_one_by_one_and_an_abandoned_push_once(pull
         accepted = client.accepted()
         with stranger(decode, accepted.unix_path) as over:
             pulled_stranger(decode, client, over, arena, accepted.session_number)
-            header = Header(Kind.PULL, accepted.session_number, Room(7), Generation(1), 0, count=1, nbytes=16)
+            header = Header(FrameKind.PULL, accepted.session_number, Room(7), Generation(1), 0, count=1, nbytes=16)
             over.send(encode_segment(header, u64(0), u64(16), u64(48)))
             taken = decode_header(over.read(HEADER_BYTES), accepted.session_number)
-            assert (taken.kind, taken.segment) == (Kind.TAKEN, 0)
-            gone = Header(Kind.ABANDON, accepted.session_number, Room(7), Generation(1), 1, last=True)
+            assert (taken.kind, taken.segment) == (FrameKind.TAKEN, 0)
+            gone = Header(FrameKind.ABANDON, accepted.session_number, Room(7), Generation(1), 1, last=True)
             over.send(encode_header(gone))
             ack = decode_header(over.read(HEADER_BYTES), accepted.session_number)
-            assert (ack.kind, ack.segment, ack.nbytes) == (Kind.ACK, 1, 16)
+            assert (ack.kind, ack.segment, ack.nbytes) == (FrameKind.ACK, 1, 16)
     assert (decode.arena.bytes[:16] == arena.bytes[48:]).all()
 
 
@@ -225,7 +225,9 @@ def test_a_sender_that_stalls_on_a_unix_socket_does_not_hold_the_window(pulled: 
         with stranger(decode, accepted.unix_path) as over:
             over.send(Attach(accepted.session_number, "unix").encode())
             assert decode_attached(*over.message(), "unix") == "unix"
-            header = Header(Kind.SEGMENT, accepted.session_number, Room(7), Generation(1), 0, 1, 1 << 16, last=True)
+            header = Header(
+                FrameKind.SEGMENT, accepted.session_number, Room(7), Generation(1), 0, 1, 1 << 16, last=True
+            )
             over.send(encode_segment(header, u64(0), u64(1 << 16)) + b"x" * 1000)
             while not decode.arena.bytes[0]:
                 pass

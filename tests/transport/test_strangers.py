@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdplane.ids import Endpoint, Generation, Rank, Room
-from pdplane.transport.framing import HEADER_BYTES, Header, Kind, decode_header, encode_header, encode_segment
+from pdplane.transport.framing import HEADER_BYTES, FrameKind, Header, decode_header, encode_header, encode_segment
 from pdplane.transport.greeting import GreetingKind, encode
 from pdplane.transport.reports import Connected, ConnectFailed, Pushed, TransportOptions, WriterCut
 from tests.sockets import name_two_addresses, sends_at_once
 from tests.transport.ends import DECODE_LIFE, Decode, Ends, push, random_arena, u64, whole
 from tests.transport.stranger import stranger
 
-SEGMENT = Header(Kind.SEGMENT, 0, Room(7), Generation(1), 0, count=2, nbytes=32, last=True)
+SEGMENT = Header(FrameKind.SEGMENT, 0, Room(7), Generation(1), 0, count=2, nbytes=32, last=True)
 
 
 def serves_on(tcp: Ends, decode: Decode) -> bool:
@@ -83,7 +83,7 @@ def test_garbage_after_the_greeting_touches_nothing(tcp: Ends) -> None:
         {"count": 2**32 - 1},
         {"nbytes": 2**64 - 1},
         {"nbytes": 31},
-        {"kind": Kind.ACK, "count": 0},
+        {"kind": FrameKind.ACK, "count": 0},
         {"room": 2**64 - 1},
     ],
     ids=str,
@@ -109,11 +109,11 @@ def test_a_refused_segment_is_drained_and_acknowledged_with_its_reason(tcp: Ends
         number = client.greet()
         header = attrs.evolve(SEGMENT, session_number=number)
         client.send(encode_segment(header, u64(0, 16), u64(16, 16)) + b"x" * 32)
-        ack = decode_header(client.read(HEADER_BYTES), number, (Kind.ACK,))
+        ack = decode_header(client.read(HEADER_BYTES), number, (FrameKind.ACK,))
         assert (ack.count, ack.nbytes, ack.room, ack.generation, ack.segment) == (4, 0, 7, 1, 0)
         good = attrs.evolve(header, count=1, nbytes=16, segment=1 << 32)
         client.send(encode_segment(good, u64(0), u64(16)) + b"y" * 16)
-        ack = decode_header(client.read(HEADER_BYTES), number, (Kind.ACK,))
+        ack = decode_header(client.read(HEADER_BYTES), number, (FrameKind.ACK,))
         assert (ack.count, ack.nbytes, ack.segment) == (0, 16, 1 << 32)
     assert decode.arena.bytes.tobytes() == b"y" * 16 + bytes(48)
 

@@ -11,7 +11,7 @@ import pytest
 
 from pdplane.ids import Generation, Life, Room, SessionId
 from pdplane.kv.copies import Copies
-from pdplane.transport.framing import Header, Kind
+from pdplane.transport.framing import FrameKind, Header
 from pdplane.transport.greeting import Accepted
 from pdplane.transport.reports import Connected, Pushed, PushFailed, TransportOptions
 from pdplane.transport.sender import PushSender
@@ -73,7 +73,7 @@ class PaperLine:
 
     def send_segment(self, header: Header, part: Copies) -> None:
         assert part.nbytes == header.nbytes
-        self.send_header(attrs.evolve(header, kind=Kind.PULL))
+        self.send_header(attrs.evolve(header, kind=FrameKind.PULL))
 
     def send_header(self, header: Header) -> None:
         with self._changed:
@@ -90,10 +90,10 @@ class PaperLine:
             self._answers.clear()
             return found
 
-    def answer(self, header: Header, kind: Kind) -> None:
-        nbytes = 2 * SEGMENT if kind is Kind.ACK else 0
+    def answer(self, header: Header, kind: FrameKind) -> None:
+        nbytes = 2 * SEGMENT if kind is FrameKind.ACK else 0
         with self._changed:
-            self._answers.append(attrs.evolve(header, kind=kind, count=0, nbytes=nbytes, last=kind is Kind.ACK))
+            self._answers.append(attrs.evolve(header, kind=kind, count=0, nbytes=nbytes, last=kind is FrameKind.ACK))
             self._changed.notify_all()
 
     def wait_sent(self, count: int) -> list[Header]:
@@ -134,15 +134,15 @@ def test_no_more_segments_wait_to_be_read_than_the_window_has(
     sent = line.wait_sent(2)
     assert [header.room for header in sent] == [0, 1], "rooms take turns"
     sender.cancel(Room(9), Generation(1))  # a round of the loop that may send nothing
-    line.answer(sent[0], Kind.TAKEN)
+    line.answer(sent[0], FrameKind.TAKEN)
     sent = line.wait_sent(3)
     assert len(sent) == 3
     assert (sent[2].room, sent[2].last) == (2, False)
-    line.answer(sent[1], Kind.TAKEN)
-    line.answer(sent[2], Kind.TAKEN)
+    line.answer(sent[1], FrameKind.TAKEN)
+    line.answer(sent[2], FrameKind.TAKEN)
     sent = line.wait_sent(5)
     assert [(header.room, header.last) for header in sent[3:]] == [(0, True), (1, True)]
-    line.answer(sent[3], Kind.ACK)
+    line.answer(sent[3], FrameKind.ACK)
     assert reports.ends(1)[0] == Pushed(SessionId("s"), Room(0), Generation(1), 0, 2 * SEGMENT)
     assert reports.all[0] == Connected(SessionId("s"), Life("d"), "pull")
 
@@ -155,10 +155,10 @@ def test_a_cancelled_pull_has_not_ended_while_its_pages_may_be_read(
     first, _ = line.wait_sent(2)
     sender.cancel(Room(7), Generation(1))
     gone = line.wait_sent(3)[2]
-    assert (gone.kind, gone.last) == (Kind.ABANDON, True)
+    assert (gone.kind, gone.last) == (FrameKind.ABANDON, True)
     assert not reports.of(PushFailed)
-    line.answer(first, Kind.TAKEN)
-    line.answer(gone, Kind.ACK)
+    line.answer(first, FrameKind.TAKEN)
+    line.answer(gone, FrameKind.ACK)
     ended = reports.ends(1)[0]
     assert isinstance(ended, PushFailed)
     assert ended.cause == "cancelled"
