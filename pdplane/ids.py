@@ -24,7 +24,6 @@ Generation = NewType("Generation", int)
 """Number of a room's life on one decode rank, u64; 0 for peers that do not send it."""
 GroupId = NewType("GroupId", str)
 FieldId = NewType("FieldId", str)
-BlockId = NewType("BlockId", int)
 
 MAX_ROOM = 2**63 - 1
 

@@ -13,10 +13,13 @@ from pdplane.errors import ConfigError
 from pdplane.options import count, duration, port, size, whole
 from pdplane.security import Secret
 from pdplane.transport.framing import XXH3
-from pdplane.transport.registry import TRANSPORTS
+from pdplane.transport.registry import LOOPBACK, TRANSPORTS
 from pdplane.transport.reports import MOONCAKE_PROTOCOLS, TransportOptions
 
 TOY = "toy"
+
+
+_SCHEMES = sorted(TRANSPORTS.keys() - {LOOPBACK})
 
 
 @attrs.frozen(kw_only=True)
@@ -269,8 +272,8 @@ def daemon_options(args: argparse.Namespace) -> DaemonOptions:
 def plane_fields(args: argparse.Namespace) -> dict[str, Any]:
     """Return the shared flags as keyword arguments of either plane's config. Raises ConfigError for the secret file."""
     for flag, scheme in (("--transport", args.transport), ("--legacy-transport", args.legacy_transport)):
-        if scheme is not None and scheme not in TRANSPORTS:
-            raise ConfigError(f"{flag} {scheme} is none of {', '.join(sorted(TRANSPORTS))}")
+        if scheme is not None and scheme not in _SCHEMES:
+            raise ConfigError(f"{flag} {scheme} is none of {', '.join(_SCHEMES)}")
     options = TransportOptions(
         streams=args.streams,
         socket_buffer_bytes=args.socket_buffer,

@@ -25,6 +25,7 @@ from pdplane.control.http_thread import HttpThread
 from pdplane.control.rendezvous import MARKER, MAX_WORLD_SIZE, VERSION
 from pdplane.errors import LocalProtocolError, RendezvousError, WireError
 from pdplane.ids import Endpoint, Life, Rank, Room
+from pdplane.kv.routes import dp_group
 from pdplane.net import JsonValue, parse_json
 from pdplane.security import Secret
 from pdplane.wire.frames import MAX_LAYOUT
@@ -239,9 +240,9 @@ class RendezvousClient:
             layout = sync.member("cache_layout").text(MAX_LAYOUT)
             if not layout.isascii():
                 sync.member("cache_layout").refuse("is not ASCII")
-        tp_size, dp_group = world_size // dp_size, room % dp_size
-        ranks = await asyncio.gather(*(self._rank(bootstrap, dp_group, rank) for rank in range(tp_size)))
-        return PrefillFound(bootstrap, tp_size, dp_size, dp_group, layout.encode("ascii"), tuple(ranks))
+        tp_size, group = world_size // dp_size, dp_group(room, dp_size)
+        ranks = await asyncio.gather(*(self._rank(bootstrap, group, rank) for rank in range(tp_size)))
+        return PrefillFound(bootstrap, tp_size, dp_size, group, layout.encode("ascii"), tuple(ranks))
 
     async def _rank(self, bootstrap: Endpoint, dp_group: int, tp_rank: int) -> RankAddress:
         answer = await self._get(bootstrap, tp_rank, dp_group)

@@ -229,7 +229,6 @@ def _refusal(status: int, reason: str) -> RendezvousError:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_PORT = 8998
 MAX_BODY = 1 << 20  # a layout has at most 262,144 bytes, each at most doubled by JSON's quoting
 
 _INTEGER = re.compile(r"-?[0-9]{1,9}\Z")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from pdplane.errors import LocalProtocolError, WireError
-from pdplane.ids import FieldId, GroupId
+from pdplane.ids import GroupId
 from pdplane.kv.layout import FULL_SUFFIX, SLIDING_WINDOW, GroupSpec, Layout
 
 MAX_TOKENS = 2**63 - 1
@@ -81,20 +81,6 @@ def build_manifest(
     return manifest
 
 
-def manifest_from_tables(
-    layout: Layout, tables: Mapping[GroupId, Sequence[int]], prefix_len: int, prompt_len: int
-) -> Manifest:
-    """Return a manifest of ours, cut from whole block tables (entry i is slot i's block); 0 or less marks a hole."""
-    check_window(layout, prefix_len, prompt_len)
-    blocks: dict[GroupId, Sequence[int]] = {}
-    for group_id, table in tables.items():
-        slots = logical_slots(layout.spec(group_id), prefix_len, prompt_len)
-        if slots.stop > len(table):
-            raise LocalProtocolError(f"the table of group {group_id!r} ends before slot {slots.stop - 1}")
-        blocks[group_id] = table[slots.start : slots.stop]
-    return build_manifest(layout, blocks, prefix_len, prompt_len)
-
-
 def validate_manifest(manifest: Manifest, layout: Layout) -> None:
     """Raise WireError unless the manifest is a whole offer of decode's blocks in decode's layout.
 
@@ -147,24 +133,8 @@ def _length(slots: range) -> int:
 
 # ---- Which blocks of a room are ready after a chunk of the prompt, and where they stand in decode's manifest
 #
-# A *producer step* is a layer of the target model; the layers behind it (a draft model's) are produced together, as
-# one last step. A chunk completes the blocks that its end has passed; the last one also completes the block that the
-# prompt ends in, and every snapshot. Rules: docs/legacy_wire.md section 9.
-
-
-COUNTER_MODULUS = 2**62
-
-
-def producer_steps(layout: Layout, target_layers: int) -> tuple[tuple[FieldId, ...], ...]:
-    """Return the field ids of each producer step: one step a target layer, one more for all layers behind them.
-
-    Raises LocalProtocolError unless the layout has that many layers.
-    """
-    steps = layout.steps
-    if not 1 <= target_layers <= len(steps):
-        raise LocalProtocolError(f"{target_layers} target layers are outside 1..{len(steps)}, those of the layout")
-    rest = tuple(field for step in steps[target_layers:] for field in step)
-    return steps[:target_layers] + ((rest,) if rest else ())
+# A chunk completes the blocks that its end has passed; the last one also completes the block that the prompt ends in,
+# and every snapshot. Rules: docs/legacy_wire.md section 9.
 
 
 def chunk_positions(spec: GroupSpec, prefix_len: int, prompt_len: int, chunk: range) -> range:
@@ -203,8 +173,3 @@ def check_chunk(layout: Layout, prefix_len: int, prompt_len: int, chunk: range) 
     check_window(layout, prefix_len, prompt_len)
     if not 0 <= chunk.start < chunk.stop <= prompt_len or chunk.step != 1:
         raise LocalProtocolError(f"the tokens {chunk.start}..{chunk.stop} are no chunk of a prompt of {prompt_len}")
-
-
-def is_past(counter: int, step: int) -> bool:
-    """Return whether a step counter that wraps around at `COUNTER_MODULUS` is strictly past a step."""
-    return 0 < (counter - step) % COUNTER_MODULUS < COUNTER_MODULUS // 2

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import attrs
 
-from pdplane.errors import ConfigError, WireError
+from pdplane.errors import WireError
 from pdplane.ids import FieldId, GroupId, Rank, Room
 from pdplane.kv.layout import Field, Layout, Partition, compare_layouts
 
@@ -54,19 +54,6 @@ class RankRoute:
     decode_ranks: tuple[Rank, ...]
     dummy: bool = False
 
-    @property
-    def serves(self) -> bool:
-        return bool(self.fragments)
-
-
-@attrs.frozen
-class Placement:
-    """Where a rank of the whole prefill instance stands."""
-
-    dp_group: int
-    tp_rank: Rank
-    tp_size: int
-
 
 @attrs.frozen
 class _Shape:
@@ -100,16 +87,6 @@ class _Slice:
 def dp_group(room: Room, dp_size: int) -> int:
     """Return the data-parallel group of prefill that serves a room."""
     return room % dp_size
-
-
-def place_rank(engine_rank: int, *, world_size: int, dp_size: int) -> Placement:
-    """Return where rank `engine_rank` of `world_size` stands; raise ConfigError if the numbers make no instance."""
-    if dp_size < 1 or world_size < 1 or world_size % dp_size:
-        raise ConfigError(f"world_size {world_size} is not divisible into dp_size {dp_size} groups")
-    if not 0 <= engine_rank < world_size:
-        raise ConfigError(f"engine_rank {engine_rank} is outside 0..{world_size - 1}")
-    tp_size = world_size // dp_size
-    return Placement(engine_rank // tp_size, Rank(engine_rank % tp_size), tp_size)
 
 
 def plan_route(

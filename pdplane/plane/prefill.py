@@ -18,6 +18,7 @@ from pdplane.ids import Endpoint, SessionId
 from pdplane.kv.arena import Arena, ArenaMemory
 from pdplane.kv.copies import Copies
 from pdplane.kv.layout import Layout
+from pdplane.kv.routes import dp_group
 from pdplane.machine import actions, events
 from pdplane.machine.prefill import PrefillMachine
 from pdplane.machine.settings import PrefillSettings
@@ -91,7 +92,7 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         """
         self._check_open()
         number, config = check_room(room), self.config
-        if (group := number % config.dp_size) != config.dp_rank:
+        if (group := dp_group(number, config.dp_size)) != config.dp_rank:
             raise ConfigError(f"room {number} belongs to data-parallel group {group}, this is group {config.dp_rank}")
         ticket = self._handles.ticket()
 

@@ -150,10 +150,6 @@ class _RoomRuns:
             self._gate.wait_for(lambda: not self._storing)
             return was_open
 
-    def landed(self) -> dict[Rank, int]:
-        with self._gate:
-            return {rank: progress.nbytes for rank, progress in self._progress.items()}
-
     def repeats(self, write: Write) -> bool:
         with self._gate:
             progress = self._progress.get(write.writer.prefill_rank)
@@ -268,12 +264,6 @@ class Fence:
         """Count one refused segment."""
         with self._lock:
             self._refused[refusal] += 1
-
-    def landed(self, room: Room, generation: Generation) -> dict[Rank, int]:
-        """Return the bytes in whole segments by prefill rank; nothing when the window is not open."""
-        with self._lock:
-            window = self._windows.get(room)
-        return window.landed() if window is not None and window.generation == generation else {}
 
     def snapshot(self) -> FenceSnapshot:
         """Return all counts at one moment."""

@@ -99,13 +99,16 @@ def _stream(*ways: str) -> Transport:
     return Transport(partial(StreamLine, ways=ways), partial(StreamReceiver, ways=ways))
 
 
+LOOPBACK = "loopback"
+"""The scheme between two planes of one process: nothing for daemons, which never share one."""
+
 # Any two of the first four understand each other and use the shortest way that both know and the host allows.
 TRANSPORTS: dict[str, Transport | OneSidedTransport] = {
     "auto": _stream(PULL, UNIX),
     "pull": _stream(PULL, UNIX),
     "unix": _stream(UNIX),
     "tcp": _stream(),
-    "loopback": Transport(LoopbackLine, LoopbackReceiver),
+    LOOPBACK: Transport(LoopbackLine, LoopbackReceiver),
     "mooncake": OneSidedTransport(MooncakeLine, MooncakeReceiver, mooncake_options, load_mooncake, close_engines),
 }
 

@@ -11,7 +11,6 @@ from pdplane.wire.frames import (
     encode_status,
     is_registration,
     preallocation_route,
-    session_port,
 )
 from pdplane.wire.notice import decode_notice, encode_notice, is_notice
 
@@ -32,5 +31,4 @@ __all__ = [
     "is_notice",
     "is_registration",
     "preallocation_route",
-    "session_port",
 ]

@@ -1,8 +1,8 @@
 """Numbers and texts of a frame, read strictly and written in one spelling.
 
-Three grammars of integers meet on this wire: *canonical* decimals (digits only, no leading zero but "0"), i64 with an
-optional sign and any number of leading zeros, and the session's port (u64 with an optional plus). Lengths are checked
-before `int()`, which accepts more and refuses more than 4,300 digits. Rules: docs/legacy_wire.md section 12.
+Two grammars of integers meet on this wire: *canonical* decimals (digits only, no leading zero but "0"), and i64 with
+an optional sign and any number of leading zeros. Lengths are checked before `int()`, which accepts more and refuses
+more than 4,300 digits. Rules: docs/legacy_wire.md section 12.
 """
 
 from __future__ import annotations
@@ -30,24 +30,15 @@ def canonical(frame: bytes, maximum: int) -> int | None:
 
 def i64(frame: bytes) -> int | None:
     """Return a signed 64-bit decimal, else None."""
-    return _bounded(frame, MIN_I64, MAX_I64, rb"+-")
-
-
-def u64(frame: bytes) -> int | None:
-    """Return an unsigned 64-bit decimal that may carry a plus sign, else None."""
-    return _bounded(frame, 0, MAX_U64, rb"+")
-
-
-def _bounded(frame: bytes, low: int, high: int, signs: bytes) -> int | None:
     found = _SIGNED.match(frame)
-    if found is None or found[1] not in signs:
+    if found is None:
         return None
     digits = found[2].lstrip(b"0")
-    if len(digits) > len(str(high)):
+    if len(digits) > len(str(MAX_I64)):
         return None
     value = int(digits or b"0")
     value = -value if found[1] == b"-" else value
-    return value if low <= value <= high else None
+    return value if MIN_I64 <= value <= MAX_I64 else None
 
 
 def ascii_text(frame: bytes) -> str | None:

@@ -53,7 +53,6 @@ from pdplane.wire.fields import (
     i64,
     ranged,
     text_frame,
-    u64,
 )
 
 MARKER = b"None"
@@ -123,11 +122,6 @@ def decode_registration(frames: Sequence[bytes]) -> Registration:
     if tp_rank is None:
         raise WireError("tp_rank", "CachePD decode_tp_rank must be canonical ASCII below decode_tp_size")
     return Registration(route.host, route.port, route.session, arena_base, bytes(frames[5]), tp_size, tp_rank)
-
-
-def session_port(session: str) -> int | None:
-    """Return the u64 after the session's last colon (the whole text without one), None if it is no such number."""
-    return u64(session.rpartition(":")[2].encode("utf-8", "replace"))
 
 
 # ---- Pre-allocation

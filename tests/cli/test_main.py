@@ -59,6 +59,7 @@ def test_wrong_usage_is_explained(words: list[str], says: str, capsys: pytest.Ca
         (["--bootstrap-timeout", "0.5"], "bootstrap_timeout_s"),
         (["--secret-file", "/nonexistent"], "/nonexistent"),
         (["--transport", "pigeon"], "pigeon"),
+        (["--transport", "loopback"], "loopback"),
         (["--legacy-transport", "pigeon"], "--legacy-transport pigeon"),
         (["--legacy", "--host", "::1"], "no legacy peers"),
     ],

@@ -8,14 +8,11 @@ from hypothesis import strategies as st
 
 from pdplane.errors import LocalProtocolError
 from pdplane.kv.manifest import (
-    COUNTER_MODULUS,
     blocks_needed,
     check_chunk,
     chunk_blocks,
     chunk_positions,
-    is_past,
     logical_slots,
-    producer_steps,
 )
 from tests.golden import Case, each, layout_of, refused
 from tests.samples import KV, SNAPSHOT, two_group_layout
@@ -23,22 +20,6 @@ from tests.samples import KV, SNAPSHOT, two_group_layout
 
 def _kind(prefix: str) -> pytest.MarkDecorator:
     return each("legacy/layerwise", lambda case: case["name"].startswith(prefix))
-
-
-@_kind("schedule")
-def test_golden_steps(case: Case) -> None:
-    given_, wanted = case["input"], case["expected"]
-    layout = layout_of(given_["layout"])
-    if refused(case):
-        with pytest.raises(LocalProtocolError):
-            producer_steps(layout, given_["num_target_layers"])
-        return
-    steps = producer_steps(layout, given_["num_target_layers"])
-    assert [list(step) for step in steps] == wanted["fields_by_step"]
-    assert len(steps) == wanted["step_count"]
-    for ends, fields in wanted["ranges"].items():
-        begin, end = map(int, ends.split(":"))
-        assert [field for step in steps[begin:end] for field in step] == fields
 
 
 @_kind("select")
@@ -66,13 +47,6 @@ def test_golden_chunks(case: Case) -> None:
         for spec in layout.group_specs
     ]
     assert found == case["expected"]
-
-
-@_kind("step_ready")
-def test_golden_counters(case: Case) -> None:
-    given_ = case["input"]
-    assert int(given_["modulus_s"]) == COUNTER_MODULUS
-    assert is_past(int(given_["ready_s"]), int(given_["target_s"])) is case["expected"]
 
 
 @given(

@@ -7,7 +7,6 @@ from contextlib import suppress
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from pdplane import wire
 from pdplane.errors import WireError
@@ -55,12 +54,6 @@ def test_any_bytes(frames: list[bytes]) -> None:
 @settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_bytes_for_long(frames: list[bytes]) -> None:
     _read_everything(frames)
-
-
-@given(st.text())
-def test_any_session_has_a_port_or_none(session: str) -> None:
-    port = wire.session_port(session)
-    assert port is None or 0 <= port < 2**64
 
 
 def test_the_unbroken_messages_are_read() -> None:
