@@ -8,7 +8,7 @@ import pytest
 
 from pdplane.errors import ConfigError
 from pdplane.kv.arena import Arena
-from pdplane.transport.mooncake import Engine
+from pdplane.transport.mooncake import MooncakeEngine
 from pdplane.transport.reports import TransportOptions
 
 
@@ -16,7 +16,7 @@ def _missing() -> str:
     if importlib.util.find_spec("mooncake") is None:
         return "the package mooncake-transfer-engine-non-cuda is not installed"
     try:
-        Engine("127.0.0.1", Arena.zeros(4096), TransportOptions()).close()
+        MooncakeEngine("127.0.0.1", Arena.zeros(4096), TransportOptions()).close()
     except ConfigError as wrong:  # the package is there, a shared library of the system is not
         return str(wrong)
     return ""
