@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pdplane.control.http_thread import HttpThread
     from pdplane.errors import (
+        Cause,
         ConfigError,
         InternalError,
         LocalProtocolError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         RemoteProtocolError,
         RoomFailed,
         WaitTimeout,
+        Why,
         WireError,
     )
     from pdplane.ids import Endpoint, FieldId, Generation, GroupId, Life, Room, SessionId, new_room
@@ -55,8 +57,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "pdplane.control.http_thread": "HttpThread",
     "pdplane.errors": (
-        "ConfigError InternalError LocalProtocolError PdplaneError PoolExhausted ProtocolError "
-        "RemoteProtocolError RoomFailed WaitTimeout WireError"
+        "Cause ConfigError InternalError LocalProtocolError PdplaneError PoolExhausted ProtocolError "
+        "RemoteProtocolError RoomFailed WaitTimeout Why WireError"
     ),
     "pdplane.ids": "Endpoint FieldId Generation GroupId Life Room SessionId new_room",
     "pdplane.kv.arena": "Arena ArenaMemory Pool",
@@ -80,6 +82,7 @@ _HOMES = {
 __all__ = [
     "Arena",
     "ArenaMemory",
+    "Cause",
     "ConfigError",
     "DecodeConfig",
     "DecodePlane",
@@ -128,6 +131,7 @@ __all__ = [
     "SessionId",
     "TransportOptions",
     "WaitTimeout",
+    "Why",
     "WireError",
     "blocks_needed",
     "build_manifest",

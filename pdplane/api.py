@@ -165,7 +165,7 @@ class PrefillHandle(Protocol):
         Errors: RoomFailed, PoolExhausted, ConfigError (a bad request), LocalProtocolError (the room is live).
         """
 
-    def cancel(self, cause: str) -> None:
+    def cancel(self, text: str) -> None:
         """End the leg, from any thread; return at once, harmless after the end."""
 
 
@@ -176,7 +176,7 @@ class DecodeHandle(Protocol):
     def done(self) -> Future[Finished]:
         """Ends after the last call of `on_token`; errors as for prefill."""
 
-    def cancel(self, cause: str) -> None:
+    def cancel(self, text: str) -> None:
         """End the leg, from any thread; return at once, harmless after the end."""
 
 

@@ -1,8 +1,8 @@
-"""Every exception that pdplane raises on purpose.
+"""Every exception that pdplane raises on purpose, and the causes that they tell.
 
     PdplaneError
     +- ProtocolError                 abstract: says who is wrong
-    |  +- LocalProtocolError         our own illegal move: a bug, never caught by name
+    |  +- LocalProtocolError         (reason, cause) our own illegal move: a bug, never caught by name
     |  +- RemoteProtocolError        the peer is wrong: fail its room or session, keep serving
     |     +- WireError               (field, reason)
     |     +- LayoutMismatch          (field, ours, theirs)
@@ -13,15 +13,67 @@
     +- TransferError                 (endpoint, done, total, cause)
     +- RendezvousError               (url, status, reason)
     +- PoolExhausted                 (wanted, free)
-    +- ConfigError                   also a ValueError; raised before anything starts
-    +- InternalError                 "cannot happen"
+    +- ConfigError                   (reason) also a ValueError; raised before anything starts
+    +- InternalError                 (reason) "cannot happen"
 
-The text of an error is made from its fields, and every error survives pickling.
+Every error has a `cause`, and whoever decides by an error decides by that: texts are for people. The text of an
+error is made from its fields, and every error survives pickling.
 """
 
 from __future__ import annotations
 
+import enum
+
 import attrs
+
+
+class Cause(enum.Enum):
+    """What happened. The values stand in notices between peers and in the JSON of HTTP errors."""
+
+    CANCELLED = "cancelled"
+    """Whoever asked for it, on either side, gave it up."""
+    UNMATCHED = "unmatched"
+    """The other half of the request did not come in time."""
+    TIMED_OUT = "timed_out"
+    """Both halves were there, and it was not done in time."""
+    UNREACHABLE = "unreachable"
+    """The other side could not be found, or does not answer where it should be."""
+    PEER_LOST = "peer_lost"
+    """The other side fell silent, restarted or cut its connection."""
+    PEER_FAILED = "peer_failed"
+    """The other side says that it failed, and no more than that."""
+    REFUSED = "refused"
+    """The two sides do not fit: other caches, models, versions or prompts."""
+    TRANSFER = "transfer"
+    """Bytes did not arrive."""
+    FULL = "full"
+    """No blocks, no room for another request, no place in the line."""
+    LIVE = "room_is_live"
+    """The room number is in use, or was a moment ago by a peer that cannot tell uses apart."""
+    CLOSING = "closing"
+    """This side, or the other one, takes no requests: it has not started, drains or shuts down."""
+    BAD_REQUEST = "bad_request"
+    """No side could ever serve the request as it is."""
+    INTERNAL = "internal"
+    """A fault of our own."""
+
+    @classmethod
+    def read(cls, word: object, default: Cause) -> Cause:
+        """The cause that a peer named; `default` for anything that is none, since other versions know other words."""
+        return next((cause for cause in cls if cause.value == word), default)
+
+    @property
+    def of_peer(self) -> Cause:
+        """What the other side's cause is to us: its own fault is not ours."""
+        return Cause.PEER_FAILED if self is Cause.INTERNAL else self
+
+
+@attrs.frozen
+class Why:
+    """Why something ended: the cause, and the words for people."""
+
+    cause: Cause
+    text: str
 
 
 @attrs.frozen(eq=False)
@@ -32,6 +84,16 @@ class PdplaneError(Exception):
         fields = attrs.fields(type(self))
         return type(self), tuple(getattr(self, field.name) for field in fields)
 
+    @property
+    def cause(self) -> Cause:
+        """What happened."""
+        return Cause.INTERNAL
+
+    @property
+    def why(self) -> Why:
+        """The cause and the text, for whoever else must be told."""
+        return Why(self.cause, str(self))
+
 
 @attrs.frozen(eq=False)
 class ProtocolError(PdplaneError):
@@ -40,9 +102,10 @@ class ProtocolError(PdplaneError):
 
 @attrs.frozen(eq=False)
 class LocalProtocolError(ProtocolError):
-    """Our own side asked for an illegal move: a bug in the caller."""
+    """Our own side asked for an illegal move: a bug in the caller, or a request at the wrong time."""
 
     reason: str
+    cause: Cause = Cause.INTERNAL
 
     def __str__(self) -> str:
         return self.reason
@@ -51,6 +114,10 @@ class LocalProtocolError(ProtocolError):
 @attrs.frozen(eq=False)
 class RemoteProtocolError(ProtocolError):
     """The peer broke a rule; its room or session fails and we keep serving."""
+
+    @property
+    def cause(self) -> Cause:
+        return Cause.REFUSED
 
 
 @attrs.frozen(eq=False)
@@ -98,12 +165,18 @@ class RoomFailed(PdplaneError):
     """What a caller that waits for one request sees; `story` is the room's path of states."""
 
     room: int
-    cause: str
+    cause: Cause
+    text: str
     story: tuple[str, ...] = ()
+
+    @property
+    def why(self) -> Why:
+        """The cause and the text, without the room and its path: whoever else is told has a path of its own."""
+        return Why(self.cause, self.text)
 
     def __str__(self) -> str:
         path = f" ({' -> '.join(self.story)})" if self.story else ""
-        return f"room {self.room} failed: {self.cause}{path}"
+        return f"room {self.room} failed: {self.text}{path}"
 
 
 @attrs.frozen(eq=False)
@@ -114,19 +187,27 @@ class WaitTimeout(PdplaneError, TimeoutError):
     what: str
     timeout_s: float
 
+    @property
+    def cause(self) -> Cause:
+        return Cause.TIMED_OUT
+
     def __str__(self) -> str:
         return f"room {self.room}: {self.what} did not come within {self.timeout_s:g} s; the room is still live"
 
 
 @attrs.frozen(eq=False)
 class SessionLost(PdplaneError):
-    """A peer is gone, with the cause."""
+    """A peer is gone."""
 
     session: str
-    cause: str
+    text: str
+
+    @property
+    def cause(self) -> Cause:
+        return Cause.PEER_LOST
 
     def __str__(self) -> str:
-        return f"session {self.session} lost: {self.cause}"
+        return f"session {self.session} lost: {self.text}"
 
 
 @attrs.frozen(eq=False)
@@ -136,10 +217,14 @@ class TransferError(PdplaneError):
     endpoint: str
     done: int
     total: int
-    cause: str
+    text: str
+
+    @property
+    def cause(self) -> Cause:
+        return Cause.TRANSFER
 
     def __str__(self) -> str:
-        return f"transfer to {self.endpoint} stopped after {self.done} of {self.total} bytes: {self.cause}"
+        return f"transfer to {self.endpoint} stopped after {self.done} of {self.total} bytes: {self.text}"
 
 
 @attrs.frozen(eq=False)
@@ -149,6 +234,10 @@ class RendezvousError(PdplaneError):
     url: str
     status: int
     reason: str
+
+    @property
+    def cause(self) -> Cause:
+        return Cause.UNREACHABLE
 
     def __str__(self) -> str:
         answered = f" answered {self.status}" if self.status else ""
@@ -162,15 +251,23 @@ class PoolExhausted(PdplaneError):
     wanted: int
     free: int
 
+    @property
+    def cause(self) -> Cause:
+        return Cause.FULL
+
     def __str__(self) -> str:
         return f"wanted {self.wanted} blocks, {self.free} are free"
 
 
 @attrs.frozen(eq=False)
 class ConfigError(PdplaneError, ValueError):
-    """A setting that cannot work; raised before anything starts."""
+    """A setting or a request that can never work; raised before anything starts."""
 
     reason: str
+
+    @property
+    def cause(self) -> Cause:
+        return Cause.BAD_REQUEST
 
     def __str__(self) -> str:
         return self.reason

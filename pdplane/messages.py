@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import attrs
 
+from pdplane.errors import Cause, Why
 from pdplane.ids import Generation, Life, Rank, Room, SessionId
 
 
@@ -127,6 +128,7 @@ class Refused:
     field: str
     ours: str
     theirs: str
+    cause: Cause = Cause.REFUSED
 
 
 @attrs.frozen
@@ -151,20 +153,20 @@ class UnknownSession:
 
 @attrs.frozen
 class Failed:
-    """The prefill side's reason for a room's end."""
+    """Why a use of a room ended on the prefill side."""
 
     room: Room
     generation: Generation
-    cause: str
+    why: Why
 
 
 @attrs.frozen
 class Cancel:
-    """The decode side's reason for a room's end."""
+    """Why a use of a room ended on the decode side."""
 
     room: Room
     generation: Generation
-    cause: str
+    why: Why
 
 
 @attrs.frozen
@@ -178,7 +180,7 @@ class Ping:
 class Drain:
     """The sender takes no new rooms and exits when the live ones have ended."""
 
-    cause: str
+    text: str
 
 
 def hash_prompt(tokens: Iterable[int]) -> str:

@@ -211,7 +211,7 @@ def main(secret_file: Path) -> list[str]:
         assert (delivered.first_token, delivered.logprob, delivered.candidates) == (7, -0.5, (7, 8))
         work.released.result(30)
         pool.release(blocks)
-        decode.decline(new_room(), prefill=str(where), prompt_hash=prompt_hash, cause="no blocks")
+        decode.decline(new_room(), prefill=str(where), prompt_hash=prompt_hash, text="no blocks", cause=Cause.FULL)
         prefill.open(new_room()).cancel("not needed")
         assert prefill.ready
         assert prefill.alive

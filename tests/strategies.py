@@ -9,6 +9,7 @@ import attrs
 from hypothesis import strategies as st
 
 from pdplane import wire
+from pdplane.errors import Cause, Why
 from pdplane.ids import FieldId, Generation, GroupId, Life, Rank, Room, SessionId
 from pdplane.kv.layout import FULL_HISTORY, FULL_SUFFIX, HISTORY, LATEST_SNAPSHOT, STATE, GroupSpec, Layout, Partition
 from pdplane.kv.manifest import build_manifest
@@ -108,7 +109,7 @@ def _messages() -> list[list[bytes]]:
         wire.encode_status(status),
         wire.encode_notice(Hello("1", life)),
         wire.encode_notice(Window(Room(7), Generation(3), "ab")),
-        wire.encode_notice(Cancel(Room(7), Generation(3), "gone")),
+        wire.encode_notice(Cancel(Room(7), Generation(3), Why(Cause.CANCELLED, "gone"))),
     ]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from pdplane import errors
 from pdplane.errors import (
+    Cause,
     ConfigError,
     IncompatibleCache,
     InternalError,
@@ -26,16 +27,18 @@ from pdplane.errors import (
     SessionLost,
     TransferError,
     WaitTimeout,
+    Why,
     WireError,
 )
 
 SAMPLES: list[PdplaneError] = [
     LocalProtocolError("push before a window"),
+    LocalProtocolError("room 7 is live", Cause.LIVE),
     WireError("room", "room is negative"),
     LayoutMismatch("dtype", "float32", "bfloat16"),
     IncompatibleCache("weight_hash", "3a1f", "77c0"),
-    RoomFailed(7, "prefill is gone", ("waiting", "failed")),
-    RoomFailed(7, "prefill is gone"),
+    RoomFailed(7, Cause.PEER_LOST, "prefill is gone", ("waiting", "failed")),
+    RoomFailed(7, Cause.PEER_LOST, "prefill is gone"),
     WaitTimeout(7, "the cache", 2.5),
     SessionLost("10.0.0.1:5000", "three pings missed"),
     TransferError("10.0.0.1:5000", 3, 8, "reset"),
@@ -72,7 +75,8 @@ def test_survives_pickling_and_copying(error: PdplaneError) -> None:
 def test_the_text_tells_every_field(error: PdplaneError) -> None:
     for name, value in attrs.asdict(error).items():
         for part in value if isinstance(value, tuple) else (value,):
-            assert str(part) in str(error) or name in _NOT_TOLD.get(type(error), ()) or part == 0
+            is_told = part == 0 or str(part) in str(error)
+            assert is_told or name in _NOT_TOLD.get(type(error), ()) or isinstance(part, Cause)
 
 
 @pytest.mark.parametrize("error", SAMPLES, ids=repr)
@@ -89,6 +93,35 @@ def test_can_be_raised_through_frames_that_touch_it(error: PdplaneError) -> None
     caught.value.add_note("while testing")
     assert caught.value.__notes__ == ["while testing"]
     error.__traceback__ = None
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (LocalProtocolError("push before a window"), Cause.INTERNAL),
+        (WireError("room", "room is negative"), Cause.REFUSED),
+        (WaitTimeout(7, "the cache", 0.5), Cause.TIMED_OUT),
+        (SessionLost("h:1", "silent"), Cause.PEER_LOST),
+        (TransferError("h:1", 3, 8, "reset"), Cause.TRANSFER),
+        (RendezvousError("http://h:1/route", 404, "no such rank"), Cause.UNREACHABLE),
+        (PoolExhausted(9, 4), Cause.FULL),
+        (ConfigError("block_tokens must be positive"), Cause.BAD_REQUEST),
+        (InternalError("a block was lost"), Cause.INTERNAL),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_error_has_a_cause(error: PdplaneError, cause: Cause) -> None:
+    assert error.cause is cause
+    assert error.why == Why(cause, str(error))
+
+
+def test_what_is_passed_on_of_a_room_is_not_its_story() -> None:
+    assert RoomFailed(7, Cause.FULL, "busy", ("opened", "failed")).why == Why(Cause.FULL, "busy")
+
+
+def test_a_peers_own_fault_is_not_ours() -> None:
+    assert {cause for cause in Cause if cause.of_peer is not cause} == {Cause.INTERNAL}
+    assert Cause.INTERNAL.of_peer is Cause.PEER_FAILED
 
 
 def test_blame() -> None:

@@ -12,7 +12,7 @@ from zmq.utils import z85
 
 from pdplane import wire
 from pdplane.control.reactor import Reactor
-from pdplane.errors import ConfigError, WireError
+from pdplane.errors import Cause, ConfigError, Why, WireError
 from pdplane.ids import Endpoint, SessionId, new_life
 from pdplane.machine import events
 from pdplane.machine.actions import DecodeAction, Offer, Send, Tell
@@ -264,7 +264,8 @@ class Dealers:
             dealer.connect(self._context, endpoint)
         except zmq.ZMQError as error:
             dealer.close()
-            return [events.ChannelBroken(channel, f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}")]
+            text = f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}"
+            return [events.ChannelBroken(channel, Why(Cause.UNREACHABLE, text))]
         self._channels[channel] = dealer
         self._reactor.watch(dealer)
         return []

@@ -20,7 +20,7 @@ import zmq
 from pdplane import wire
 from pdplane.control.channels import Context, bind_socket, open_context, read_preallocation, read_registration
 from pdplane.control.reactor import Reactor
-from pdplane.errors import WireError
+from pdplane.errors import Cause, Why, WireError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.machine import events
 from pdplane.machine.actions import DecodeAction, Offer, Send, Tell
@@ -203,7 +203,8 @@ def probed(line: LegacyLine, found: Endpoint | None) -> events.DecodeEvent | Non
     """Return the event that the rendezvous' answer means; None when it does not show that the rank lives."""
     channel = line.channel
     if found is not None and found != line.endpoint:
-        return events.ChannelBroken(channel, f"prefill rank {channel.prefill_rank} restarted and is at {found} now")
+        text = f"prefill rank {channel.prefill_rank} restarted and is at {found} now"
+        return events.ChannelBroken(channel, Why(Cause.PEER_LOST, text))
     return events.NoticeFromPrefill(channel, Ping(Life(""))) if found is not None and line.stands else None
 
 
@@ -308,7 +309,8 @@ class LegacyPrefills:
             line.connect()
         except zmq.ZMQError as error:
             self.disconnect(channel)
-            return [events.ChannelBroken(channel, f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}")]
+            text = f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}"
+            return [events.ChannelBroken(channel, Why(Cause.UNREACHABLE, text))]
         return []
 
     def disconnect(self, channel: events.Channel) -> None:

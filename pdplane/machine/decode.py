@@ -10,7 +10,7 @@ from functools import singledispatchmethod
 
 import attrs
 
-from pdplane.errors import LocalProtocolError, ProtocolError, RoomFailed
+from pdplane.errors import Cause, LocalProtocolError, ProtocolError, RoomFailed, Why
 from pdplane.ids import Generation, Life
 from pdplane.kv.layout import Layout
 from pdplane.machine import events
@@ -30,6 +30,8 @@ from pdplane.messages import (
     UnknownSession,
     Window,
 )
+
+_TOO_MANY = Why(Cause.FULL, "too many live rooms")
 
 
 @attrs.frozen
@@ -60,7 +62,7 @@ class DecodeMachine:
         self._session = registration.session
         self._rejected: Counter[str] = Counter()
         self._rooms = DecodeRooms(settings, layout, self._session, self._peers, self._rejected)
-        self._closing: str | None = None
+        self._closing: Why | None = None
 
     def handle(self, event: events.DecodeEvent, now: float) -> list[DecodeAction]:
         """Return the actions that one event causes, the next wake-up last."""
@@ -93,24 +95,25 @@ class DecodeMachine:
 
     @_on.register
     def _(self, event: events.Closing, turn: DecodeTurn) -> None:
-        self._closing = event.cause
+        self._closing = Why(Cause.CLOSING, event.text)
         for room in self._rooms:
-            self._rooms.break_(turn, room, event.cause)
+            self._rooms.break_(turn, room, self._closing)
 
     @_on.register
     def _(self, event: events.RoomCancelled, turn: DecodeTurn) -> None:
         room = self._rooms.get(event.room)
         if room is not None and room.request.ticket == event.ticket:
-            self._rooms.break_(turn, room, event.cause)
+            self._rooms.break_(turn, room, event.why)
 
     @_on.register
     def _(self, event: events.DecodeRequested, turn: DecodeTurn) -> None:
         if taken := self._rooms.taken(turn, event.room):
-            turn.add(Fail(event.room, event.ticket, LocalProtocolError(f"room {event.room} {taken}")))
+            error = LocalProtocolError(f"room {event.room} {taken}", Cause.LIVE)
+            turn.add(Fail(event.room, event.ticket, error))
             return
-        if cause := self._closing or ("too many live rooms" if self._rooms.is_full else None):
-            turn.add(Fail(event.room, event.ticket, RoomFailed(event.room, cause)))
-            self._decline(turn, event, cause)
+        if why := self._closing or (_TOO_MANY if self._rooms.is_full else None):
+            turn.add(Fail(event.room, event.ticket, RoomFailed(event.room, why.cause, why.text)))
+            self._decline(turn, event, why)
             return
         room = self._rooms.open(turn, event)
         if peer := self._peers.fresh(event.bootstrap, event.room, turn.now):
@@ -121,13 +124,13 @@ class DecodeMachine:
     @_on.register
     def _(self, event: events.DecodeDeclined, turn: DecodeTurn) -> None:
         if self._rooms.get(event.room) is None:  # else another use has the number
-            self._decline(turn, event, event.cause)
+            self._decline(turn, event, event.why)
 
     @_on.register
     def _(self, event: events.PeerFound, turn: DecodeTurn) -> None:
         peer = self._peers.get((event.bootstrap, event.dp_group))
         if peer is not None and not self._peers.same_lives(peer, event):
-            self._lose(turn, peer, "prefill restarted")
+            self._lose(turn, peer, Why(Cause.PEER_LOST, "prefill restarted"))
             peer = None
         peer = peer or self._peers.known_as(event)
         if peer is not None:
@@ -136,12 +139,12 @@ class DecodeMachine:
         if room is None:
             return
         if peer is not None and peer.draining:
-            self._rooms.break_(turn, room, "prefill is draining")
+            self._rooms.break_(turn, room, Why(Cause.CLOSING, "prefill is draining"))
             return
         try:
             peer = peer or self._peers.join(turn, event)
         except ProtocolError as wrong:
-            self._rooms.break_(turn, room, f"prefill at {event.bootstrap} does not fit: {wrong}")
+            self._rooms.break_(turn, room, Why(Cause.REFUSED, f"prefill at {event.bootstrap} does not fit: {wrong}"))
             return
         self._rooms.attach(turn, room, peer)
 
@@ -149,10 +152,10 @@ class DecodeMachine:
     def _(self, event: events.PeerMissing, turn: DecodeTurn) -> None:
         for peer in self._peers:
             if peer.suspect and peer.key[0] == event.bootstrap:
-                self._lose(turn, peer, f"prefill is gone: {event.cause}")
+                self._lose(turn, peer, Why(Cause.PEER_LOST, f"prefill is gone: {event.why.text}"))
         room = self._rooms.resolving(event.room, event.bootstrap)
         if room is not None and room.peer is None:
-            self._rooms.break_(turn, room, event.cause)
+            self._rooms.break_(turn, room, event.why)
 
     @_on.register
     def _(self, event: events.NoticeFromPrefill, turn: DecodeTurn) -> None:
@@ -166,8 +169,9 @@ class DecodeMachine:
             case Registered(session, life) if session == self._session:
                 self._registered(turn, peer, link, life)
             case Refused() as refused:
-                cause = f"{refused.field} differs: prefill has {refused.ours}, this decode has {refused.theirs}"
-                self._lose(turn, peer, f"prefill refuses this decode: {cause}", again=False)
+                text = f"{refused.field} differs: prefill has {refused.ours}, this decode has {refused.theirs}"
+                why = Why(refused.cause.of_peer, f"prefill refuses this decode: {text}")
+                self._lose(turn, peer, why, again=False)
             case UnknownSession():
                 if link.registered:  # else our registration is already under way
                     self._peers.introduce(turn, link)
@@ -179,7 +183,7 @@ class DecodeMachine:
     @_on.register
     def _(self, event: events.ChannelBroken, turn: DecodeTurn) -> None:
         if known := self._peers.link(event.channel):
-            self._lose(turn, known[0], event.cause, again=False)
+            self._lose(turn, known[0], event.why, again=False)
 
     @_on.register
     def _(self, event: events.StatusFromPrefill, turn: DecodeTurn) -> None:
@@ -210,7 +214,8 @@ class DecodeMachine:
         if room is None or event.prefill_rank not in room.expected:
             return
         if event.nbytes > room.expected[event.prefill_rank]:
-            self._rooms.break_(turn, room, f"prefill rank {event.prefill_rank} sent more bytes than the manifest holds")
+            text = f"prefill rank {event.prefill_rank} sent more bytes than the manifest holds"
+            self._rooms.break_(turn, room, Why(Cause.PEER_FAILED, text))
             return
         room.landed[event.prefill_rank] = max(event.nbytes, room.landed.get(event.prefill_rank, 0))
         self._rooms.move(turn, room, DecodeMove.LANDED)
@@ -224,7 +229,7 @@ class DecodeMachine:
 
     def _registered(self, turn: DecodeTurn, peer: Peer, link: Link, life: Life) -> None:
         if life != link.channel.life:
-            self._lose(turn, peer, "another life of prefill answered", again=False)
+            self._lose(turn, peer, Why(Cause.PEER_LOST, "another life of prefill answered"), again=False)
             return
         if link.registered:
             return
@@ -237,7 +242,7 @@ class DecodeMachine:
             elif room.state is DecodeState.RESOLVING and peer.is_joined:
                 self._rooms.move(turn, room, DecodeMove.JOINED)
 
-    def _lose(self, turn: DecodeTurn, peer: Peer, cause: str, *, again: bool = True) -> None:
+    def _lose(self, turn: DecodeTurn, peer: Peer, why: Why, *, again: bool = True) -> None:
         """Forget a peer and break its rooms; those that offered nothing yet look it up again if `again`."""
         self._rooms.totals["peers_lost"] += 1
         mine = [room for room in self._rooms if room.peer == peer.key]
@@ -246,23 +251,23 @@ class DecodeMachine:
                 room.peer = None
                 turn.add(LookUp(room.request.bootstrap, room.request.room))
             else:
-                self._rooms.break_(turn, room, cause)
+                self._rooms.break_(turn, room, why)
         self._peers.forget(turn, peer)
 
     # ---- rooms
 
-    def _decline(self, turn: DecodeTurn, event: events.DecodeRequested | events.DecodeDeclined, cause: str) -> None:
+    def _decline(self, turn: DecodeTurn, event: events.DecodeRequested | events.DecodeDeclined, why: Why) -> None:
         if peer := self._peers.fresh(event.bootstrap, event.room, turn.now):
             window = Window(event.room, Generation(event.ticket), event.prompt_hash)
-            self._rooms.decline(turn, window, peer, cause)
+            self._rooms.decline(turn, window, peer, why)
 
     def _failed_by_prefill(self, turn: DecodeTurn, peer: Peer, failed: Failed) -> None:
         if room := self._rooms.waiting(turn, failed.room, failed.generation, peer):
-            self._rooms.break_(turn, room, f"prefill: {failed.cause}")
+            self._rooms.break_(turn, room, Why(failed.why.cause.of_peer, f"prefill: {failed.why.text}"))
 
     def _reported(self, turn: DecodeTurn, room: DecodeRoom, status: Status) -> None:
         if status.code is StatusCode.FAILED:  # from an idle rank too: its instance agreed that the room is over
-            self._rooms.break_(turn, room, f"prefill rank {status.prefill_rank} failed it")
+            self._rooms.break_(turn, room, Why(Cause.PEER_FAILED, f"prefill rank {status.prefill_rank} failed it"))
         elif status.code is not StatusCode.SUCCESS:
             self._rejected["status"] += 1
         elif status.prefill_rank in room.expected:
@@ -274,4 +279,4 @@ class DecodeMachine:
         self._rooms.expire(turn)
         for peer in self._peers.tend(turn):
             limit = self._settings.ping_interval_s * self._settings.ping_misses
-            self._lose(turn, peer, f"prefill at {peer.key[0]} fell silent for {limit:g} s")
+            self._lose(turn, peer, Why(Cause.PEER_LOST, f"prefill at {peer.key[0]} fell silent for {limit:g} s"))

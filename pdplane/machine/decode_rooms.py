@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from pdplane.errors import RoomFailed
+from pdplane.errors import Cause, RoomFailed, Why
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.copies import expected_bytes
 from pdplane.kv.layout import Layout
@@ -34,7 +34,7 @@ class DecodeRoom:
     successes: dict[Rank, Status] = attrs.field(factory=dict)
     landed: dict[Rank, int] = attrs.field(factory=dict)
     counted: bool = True  # landed bytes are counted, and the fence can stop them
-    cause: str | None = None
+    why: Why | None = None
     story: list[str] = attrs.field(factory=list)
 
     @property
@@ -190,12 +190,12 @@ class DecodeRooms:
         if not (room.has_every_status and room.has_every_byte):
             return
         if room.delivered() is None:
-            self.break_(turn, room, "no prefill rank sent a first token")
+            self.break_(turn, room, Why(Cause.PEER_FAILED, "no prefill rank sent a first token"))
         else:
             self.move(turn, room, DecodeMove.COMPLETED)
 
-    def break_(self, turn: DecodeTurn, room: DecodeRoom, cause: str) -> None:
-        room.cause = room.cause or cause
+    def break_(self, turn: DecodeTurn, room: DecodeRoom, why: Why) -> None:
+        room.why = room.why or why
         self.move(turn, room, DecodeMove.BROKEN)
 
     def move(self, turn: DecodeTurn, room: DecodeRoom, move: DecodeMove) -> None:
@@ -203,9 +203,9 @@ class DecodeRooms:
         if room.move(move, turn.now):
             self._entered(turn, room, before)
 
-    def decline(self, turn: DecodeTurn, window: Window, peer: Peer, cause: str) -> None:
+    def decline(self, turn: DecodeTurn, window: Window, peer: Peer, why: Why) -> None:
         """Tell the prefill ranks that know us that this use gets no blocks, so that its request need not wait."""
-        cancel = Cancel(window.room, window.generation, cause)
+        cancel = Cancel(window.room, window.generation, why)
         for link in peer.links.values():
             if link.registered and not link.channel.is_legacy:
                 turn.add(Tell(link.channel, window), Tell(link.channel, cancel))
@@ -217,9 +217,10 @@ class DecodeRooms:
             room = self._live[number]
             waited = f"after {turn.now - room.since:.1f} s"
             if room.state is DecodeState.RESOLVING:
-                self.break_(turn, room, f"prefill at {room.request.bootstrap} did not register us {waited}")
+                text = f"prefill at {room.request.bootstrap} did not register us {waited}"
+                self.break_(turn, room, Why(Cause.UNREACHABLE, text))
             else:
-                self.break_(turn, room, f"timed out {waited}: {room.missing()}")
+                self.break_(turn, room, Why(Cause.TIMED_OUT, f"timed out {waited}: {room.missing()}"))
 
     # ---- states
 
@@ -236,15 +237,15 @@ class DecodeRooms:
         if delivered is not None:
             turn.add(Deliver(number, ticket, delivered))
             return
-        cause = room.cause or "unknown"
+        why = room.why or Why(Cause.INTERNAL, "unknown")
         if peer is not None and before is DecodeState.WAITING:
-            cancel = Cancel(number, room.generation, cause)
+            cancel = Cancel(number, room.generation, why)
             turn.add(*(Tell(link.channel, cancel) for link in peer.links.values()))
         elif peer is not None:
-            self.decline(turn, room.window, peer, cause)
+            self.decline(turn, room.window, peer, why)
         if room.writers_left:
             self.quarantine.hold(room.request, room.writers_left, turn.now)
-        error = RoomFailed(number, cause, tuple(room.story))
+        error = RoomFailed(number, why.cause, why.text, tuple(room.story))
         turn.add(Fail(number, ticket, error, held=bool(room.writers_left)))
 
     def _bury(self, turn: DecodeTurn, room: DecodeRoom, *, raw: bool) -> None:
@@ -252,7 +253,7 @@ class DecodeRooms:
         self._timers.drop(number)
         del self._live[number]
         ended = {(self._session, Life("")): Generation(0)} if raw else {}
-        self._graveyard.bury(number, Tombstone(room.cause, turn.now + self._settings.tombstone_s, ended=ended))
+        self._graveyard.bury(number, Tombstone(room.why, turn.now + self._settings.tombstone_s, ended=ended))
         self.totals[room.state.value] += 1
 
     def _enter_waiting(self, turn: DecodeTurn, room: DecodeRoom) -> None:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import attrs
 
+from pdplane.errors import Why
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.copies import Copies
 from pdplane.kv.layout import Layout
@@ -38,7 +39,7 @@ class Tick:
 class Closing:
     """The plane shuts down: every live room ends and its peers are told."""
 
-    cause: str
+    text: str
 
 
 @attrs.frozen
@@ -47,7 +48,7 @@ class RoomCancelled:
 
     room: Room
     ticket: int
-    cause: str
+    why: Why
 
 
 # ---- events of a prefill rank
@@ -122,7 +123,7 @@ class DataLost:
 
     session: SessionId
     life: Life
-    cause: str
+    text: str
 
 
 @attrs.frozen
@@ -146,13 +147,13 @@ class PushRequested:
 
 @attrs.frozen
 class PushEnded:
-    """One push was acknowledged (`cause` None) or failed."""
+    """One push was acknowledged (`text` None) or failed."""
 
     session: SessionId
     room: Room
     generation: Generation
     push: int
-    cause: str | None
+    text: str | None
 
 
 @attrs.frozen
@@ -233,7 +234,7 @@ class DecodeDeclined:
     ticket: int
     bootstrap: Endpoint
     prompt_hash: str
-    cause: str
+    why: Why
 
 
 @attrs.frozen
@@ -254,7 +255,7 @@ class PeerMissing:
 
     room: Room
     bootstrap: Endpoint
-    cause: str
+    why: Why
 
 
 @attrs.frozen
@@ -270,7 +271,7 @@ class ChannelBroken:
     """The channel cannot be opened."""
 
     channel: Channel
-    cause: str
+    why: Why
 
 
 @attrs.frozen
@@ -297,7 +298,7 @@ class WriterCut:
     """The data connection of one life of a prefill rank ended."""
 
     life: Life
-    cause: str
+    text: str
 
 
 DecodeEvent: TypeAlias = (

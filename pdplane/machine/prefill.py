@@ -13,13 +13,13 @@ from functools import singledispatchmethod
 
 import attrs
 
-from pdplane.errors import LocalProtocolError, PdplaneError, RoomFailed, WireError
+from pdplane.errors import Cause, LocalProtocolError, PdplaneError, RoomFailed, Why, WireError
 from pdplane.ids import Generation, Life, Room
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, validate_manifest
 from pdplane.machine import events
 from pdplane.machine.actions import Fail, PrefillAction, Release, Send, Turn, WakeAt
-from pdplane.machine.prefill_rooms import Offered, PrefillRoom, PrefillRooms
+from pdplane.machine.prefill_rooms import TOO_MANY, Offered, PrefillRoom, PrefillRooms
 from pdplane.machine.sessions import Peer, PrefillTurn, Session, Sessions
 from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.states import PrefillMove, PrefillState
@@ -46,7 +46,7 @@ class PrefillMachine:
         self._rejected: Counter[str] = Counter()
         self._sessions = Sessions(settings, layout, life, fingerprint, self._rejected)
         self._rooms = PrefillRooms(settings, self._sessions)
-        self._closing: str | None = None
+        self._closing: Why | None = None
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[PrefillAction]:
         """Return the actions that one event causes, the next wake-up last."""
@@ -136,7 +136,7 @@ class PrefillMachine:
         session = self._sessions.owner(event.identity, event.session)
         if session is None:
             self._rejected["preallocation"] += 1
-            self._rooms.tell_failed(turn, event.identity, event.room, generation, event.reason)
+            self._rooms.tell_failed(turn, event.identity, event.room, generation, Why(Cause.REFUSED, event.reason))
             return
         self._unusable(turn, event.room, Offered(session, generation, None, prompt_hash), event.reason)
 
@@ -144,15 +144,15 @@ class PrefillMachine:
 
     @_on.register
     def _(self, event: events.Closing, turn: PrefillTurn) -> None:
-        self._closing = event.cause
-        self._sessions.tell_all(turn, Drain(event.cause))
+        self._closing = Why(Cause.CLOSING, event.text)
+        self._sessions.tell_all(turn, Drain(event.text))
         for room in self._rooms:
-            self._rooms.break_(turn, room, event.cause)
+            self._rooms.break_(turn, room, self._closing)
 
     @_on.register
     def _(self, event: events.RoomCancelled, turn: PrefillTurn) -> None:
         if room := self._rooms.current(event.room, event.ticket):
-            self._rooms.break_(turn, room, event.cause)
+            self._rooms.break_(turn, room, event.why)
 
     @_on.register
     def _(self, event: events.PrefillRequested, turn: PrefillTurn) -> None:
@@ -170,19 +170,21 @@ class PrefillMachine:
         if room is None:
             return  # it ended meanwhile, and its caller has the error
         if room.state is not PrefillState.WINDOWED:
-            self._rooms.break_(turn, room, f"pushed while the room is {room.state.value}")
+            self._rooms.break_(turn, room, Why(Cause.INTERNAL, f"pushed while the room is {room.state.value}"))
             return
         wanted = {destination.session for destination in room.destinations}
         if not event.copies.keys() <= wanted:
-            self._rooms.break_(turn, room, "pushed to a session that the room does not have")
+            self._rooms.break_(turn, room, Why(Cause.INTERNAL, "pushed to a session that the room does not have"))
             return
         for session_id, copies in event.copies.items():
             self._rooms.push(turn, room, session_id, copies)
 
     @_on.register
     def _(self, event: events.PushEnded, turn: PrefillTurn) -> None:
-        cause = None if event.cause is None else f"push to {event.session} failed: {event.cause}"
-        self._rooms.push_ended(turn, event.push, cause)
+        failure = None
+        if event.text is not None:
+            failure = Why(Cause.TRANSFER, f"push to {event.session} failed: {event.text}")
+        self._rooms.push_ended(turn, event.push, failure)
 
     @_on.register
     def _(self, event: events.RoomFinished, turn: PrefillTurn) -> None:
@@ -190,7 +192,7 @@ class PrefillMachine:
         if room is None or room.state is PrefillState.FINISHING:
             return  # it ended meanwhile, or this was said before
         if room.state is not PrefillState.WINDOWED:
-            self._rooms.break_(turn, room, f"finished while the room is {room.state.value}")
+            self._rooms.break_(turn, room, Why(Cause.INTERNAL, f"finished while the room is {room.state.value}"))
             return
         room.finish = event
         self._rooms.move(turn, room, PrefillMove.FINISHED)
@@ -199,15 +201,16 @@ class PrefillMachine:
     def _request_refusal(self, turn: PrefillTurn, event: events.PrefillRequested) -> PdplaneError | None:
         room = self._rooms.get(event.room)
         if room is not None and room.request is not None:
-            return LocalProtocolError(f"room {event.room} is live")
+            return LocalProtocolError(f"room {event.room} is live", Cause.LIVE)
         if self._closing is not None:
-            return RoomFailed(event.room, self._closing)
+            return RoomFailed(event.room, self._closing.cause, self._closing.text)
         stone = self._rooms.tombstone(event.room, turn.now)
         if stone is not None and stone.requested and stone.is_raw:
-            return LocalProtocolError(f"room {event.room} has just ended and its peer cannot tell uses apart")
+            text = f"room {event.room} has just ended and its peer cannot tell uses apart"
+            return LocalProtocolError(text, Cause.LIVE)
         if room is None and self._rooms.is_full:
             self._rooms.evict(turn)
-            return RoomFailed(event.room, "too many live rooms") if self._rooms.is_full else None
+            return RoomFailed(event.room, TOO_MANY.cause, TOO_MANY.text) if self._rooms.is_full else None
         return None
 
     # ---- offers
@@ -225,7 +228,7 @@ class PrefillMachine:
         known = room.offers.get(offer.session.id) if room else None
         if room is not None and known is not None:
             # A decode rank has one use of a number at a time, so a second offer means that the first is over.
-            self._rooms.break_(turn, room, "decode offered the room again")
+            self._rooms.break_(turn, room, Why(Cause.CANCELLED, "decode offered the room again"))
             if offer.generation == known.generation:
                 return
             room = None
@@ -234,9 +237,9 @@ class PrefillMachine:
             self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, refusal)
             return
         room = room or self._rooms.open(turn, number)
-        if cause := room.take_as_late(offer):
+        if why := room.take_as_late(offer):
             self._rejected["late"] += 1
-            self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, cause)
+            self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, why)
             return
         self._rooms.offered(turn, room, offer)
         self._settle(turn, room)
@@ -250,37 +253,37 @@ class PrefillMachine:
         stone = self._rooms.tombstone(number, turn.now)
         if stone is None or not offer.generation or not stone.covers(offer.use):
             return False
-        if stone.cause:  # a decode rank that offers it again may have missed the end
-            self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, stone.cause)
+        if stone.why:  # a decode rank that offers it again may have missed the end
+            self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, stone.why)
         return True
 
-    def _offer_refusal(self, turn: PrefillTurn, number: Room, room: PrefillRoom | None, offer: Offered) -> str | None:
+    def _offer_refusal(self, turn: PrefillTurn, number: Room, room: PrefillRoom | None, offer: Offered) -> Why | None:
         """Return why this offer cannot be taken, or None; a refusal leaves the room that it names alone."""
         if offer.session.life and not offer.generation:
-            return "no window notice came before the offer"
+            return Why(Cause.REFUSED, "no window notice came before the offer")
         if room is not None:
-            return room.place_conflict(offer) if room.takes_offers else "the room is live"
+            return room.place_conflict(offer) if room.takes_offers else Why(Cause.LIVE, "the room is live")
         stone = self._rooms.tombstone(number, turn.now)
         if stone is not None and not offer.generation:
-            return stone.cause or "the room has just ended"
+            return stone.why or Why(Cause.LIVE, "the room has just ended")
         if stone is not None and stone.missed_by(offer.use.peer):
             self._rooms.remember(turn, number, stone, offer.use)
-            return stone.cause
+            return stone.why
         if self._closing is not None:
             return self._closing
-        return "too many live rooms" if self._rooms.is_full else None
+        return TOO_MANY if self._rooms.is_full else None
 
     def _unusable(self, turn: PrefillTurn, number: Room, offer: Offered, reason: str) -> None:
         """End a registered decode rank's part in a room, since its offer can never be written to."""
         self._rejected["preallocation"] += 1
-        identity, cause = offer.session.identity, f"decode's offer is unusable: {reason}"
-        self._rooms.tell_failed(turn, identity, number, offer.generation, reason)
+        identity, why = offer.session.identity, Why(Cause.REFUSED, f"decode's offer is unusable: {reason}")
+        self._rooms.tell_failed(turn, identity, number, offer.generation, Why(Cause.REFUSED, reason))
         room = self._rooms.get(number)
         if room is None:
             if offer.generation:
-                self._rooms.withdraw(turn, number, offer.use, offer.prompt_hash, cause)
+                self._rooms.withdraw(turn, number, offer.use, offer.prompt_hash, why)
         elif room.takes_offers or room.takes_part(identity, offer.generation):
-            self._rooms.decline(turn, room, offer.use, cause)
+            self._rooms.decline(turn, room, offer.use, why)
 
     def _settle(self, turn: PrefillTurn, room: PrefillRoom) -> None:
         if conflict := room.prompt_conflict():
@@ -293,26 +296,28 @@ class PrefillMachine:
         if self._sessions.is_native(event.identity):
             turn.add(Send(event.identity, UnknownSession(event.room, event.session)))
         else:
-            self._rooms.tell_failed(turn, event.identity, event.room, Generation(0), "unknown session")
+            self._rooms.tell_failed(
+                turn, event.identity, event.room, Generation(0), Why(Cause.PEER_LOST, "unknown session")
+            )
 
     def _cancelled_by_decode(self, turn: PrefillTurn, peer: Peer, cancel: Cancel) -> None:
         """End the use that the decode rank offered or only announced.
 
         In that case the notice before names its prompt.
         """
-        number, cause = cancel.room, f"cancelled by decode: {cancel.cause}"
+        number, why = cancel.room, Why(cancel.why.cause.of_peer, f"cancelled by decode: {cancel.why.text}")
         room = self._rooms.get(number)
         if room is not None and room.takes_part(peer.identity, cancel.generation):
-            self._rooms.break_(turn, room, cause)
+            self._rooms.break_(turn, room, why)
             return
         session = self._sessions.owner(peer.identity, peer.session) if peer.session else None
         prompt_hash = peer.window.prompt_hash if peer.window and peer.window.names(number, cancel.generation) else ""
         if session is not None and prompt_hash and (room is None or room.asks_for(prompt_hash)):
             use = Use((session.id, session.life), cancel.generation)
             if room is None:
-                self._rooms.withdraw(turn, number, use, prompt_hash, cause)
+                self._rooms.withdraw(turn, number, use, prompt_hash, why)
             else:
-                self._rooms.decline(turn, room, use, cause)
+                self._rooms.decline(turn, room, use, why)
         else:
             self._rejected["late"] += 1
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from pdplane.errors import RoomFailed
+from pdplane.errors import Cause, RoomFailed, Why
 from pdplane.ids import Generation, Rank, Room, SessionId
 from pdplane.kv.copies import Copies
 from pdplane.kv.manifest import Manifest
@@ -54,7 +54,7 @@ class PrefillRoom:
     offers: dict[SessionId, Offered] = attrs.field(factory=dict)
     declined: list[Use] = attrs.field(factory=list)  # uses of decode ranks that gave them up
     pushes: set[int] = attrs.field(factory=set)
-    cause: str | None = None
+    why: Why | None = None
     story: list[str] = attrs.field(factory=list)
 
     def move(self, move: PrefillMove, now: float) -> bool:
@@ -76,20 +76,20 @@ class PrefillRoom:
         """Return whether its request is of this prompt and waits for offers."""
         return self.takes_offers and self.request is not None and self.request.prompt_hash == prompt_hash
 
-    def place_conflict(self, newcomer: Offered) -> str | None:
+    def place_conflict(self, newcomer: Offered) -> Why | None:
         """Return why a new offer does not fit the others, or None; a refusal costs the newcomer only."""
         for offer in self.offers.values():
             ours, theirs = offer.session, newcomer.session
             if ours.registration.tp_size != theirs.registration.tp_size:
-                return "the room has decode ranks of another tp size"
+                return Why(Cause.REFUSED, "the room has decode ranks of another tp size")
             if ours.route.decode_ranks != theirs.route.decode_ranks:
-                return "the room has other decode ranks"
+                return Why(Cause.REFUSED, "the room has other decode ranks")
             if ours.registration.tp_rank == theirs.registration.tp_rank:
-                return "the room has another session of this decode rank"
+                return Why(Cause.REFUSED, "the room has another session of this decode rank")
         return None
 
-    def take_as_late(self, newcomer: Offered) -> str | None:
-        """Return the cause of the last use's failure if this offer belongs to that use, else None.
+    def take_as_late(self, newcomer: Offered) -> Why | None:
+        """Return why the last use failed if this offer belongs to that use, else None.
 
         Only the prompt shows it, since a request carries no generation. The offer counts as ended from then on.
         """
@@ -100,32 +100,32 @@ class PrefillRoom:
             return None
         self.before = attrs.evolve(before, members=before.members | {newcomer.use.peer})
         self.ended = merge(self.ended, newcomer.use)
-        return before.cause
+        return before.why
 
-    def prompt_conflict(self, *newcomers: Offered) -> str | None:
+    def prompt_conflict(self, *newcomers: Offered) -> Why | None:
         """Return why the offers and the request cannot be of one prompt; None when they can."""
         offers = [offer for offer in (*self.offers.values(), *newcomers) if offer.manifest is not None]
         windows = {(o.manifest.prefix_len, o.manifest.prompt_len) for o in offers if o.manifest is not None}
         hashes = {offer.prompt_hash for offer in offers if offer.prompt_hash}
         if len(windows) > 1 or len(hashes) > 1:
-            return "the decode ranks' prompts differ"
+            return Why(Cause.REFUSED, "the decode ranks' prompts differ")
         request = self.request
         if request is None:
             return None
         lengths = {prompt_len for _, prompt_len in windows}
         if request.prompt_len is not None and lengths - {request.prompt_len}:
-            return f"prompt_len differs: ours {request.prompt_len}, decode's {lengths.pop()}"
+            return Why(Cause.REFUSED, f"prompt_len differs: ours {request.prompt_len}, decode's {lengths.pop()}")
         if request.prompt_hash and hashes - {request.prompt_hash}:
-            return "the prompt's tokens differ from decode's"
+            return Why(Cause.REFUSED, "the prompt's tokens differ from decode's")
         return None
 
     @property
-    def withdrawn(self) -> str | None:
+    def withdrawn(self) -> Why | None:
         """Why decode gave this use up before its request came, or None; a new offer revives it."""
         before, request = self.before, self.request
         if before is None or request is None or self.offers or not before.awaits(request.prompt_hash):
             return None
-        return before.cause
+        return before.why
 
     @property
     def is_complete(self) -> bool:
@@ -156,6 +156,7 @@ class PrefillRoom:
 # wait, but is kept until its last push has ended: only then are its blocks released.
 
 
+TOO_MANY = Why(Cause.FULL, "too many live rooms")
 _PUSHES = 2**32  # the data plane numbers a room's pushes by a u32; ours wrap around, long after the last use
 
 
@@ -222,7 +223,7 @@ class PrefillRooms:
         """Make place for a request: break the room whose offer has waited longest without one."""
         early = next((room for room in self._live.values() if room.state is PrefillState.EARLY), None)
         if early is not None:
-            self.break_(turn, early, "too many live rooms")
+            self.break_(turn, early, TOO_MANY)
 
     def push(self, turn: PrefillTurn, room: PrefillRoom, session_id: SessionId, copies: Copies) -> None:
         offer, number = room.offers[session_id], next(self._numbers) % _PUSHES
@@ -232,19 +233,19 @@ class PrefillRooms:
         base = session.registration.arena_base
         turn.add(Push(session_id, session.life, room.room, offer.generation, number, copies, base))
 
-    def push_ended(self, turn: PrefillTurn, push: int, cause: str | None) -> None:
+    def push_ended(self, turn: PrefillTurn, push: int, failure: Why | None) -> None:
         room = self._pushing.pop(push, None)
         if room is None:
             return
         room.pushes.discard(push)
-        if cause is None:
+        if failure is None:
             self.move(turn, room, PrefillMove.PUSHED)
         else:
-            self.break_(turn, room, cause)
+            self.break_(turn, room, failure)
         self.drain(turn, room)
 
-    def break_(self, turn: PrefillTurn, room: PrefillRoom, cause: str) -> None:
-        room.cause = room.cause or cause
+    def break_(self, turn: PrefillTurn, room: PrefillRoom, why: Why) -> None:
+        room.why = room.why or why
         self.move(turn, room, PrefillMove.BROKEN)
 
     def drain(self, turn: PrefillTurn, room: PrefillRoom) -> None:
@@ -262,7 +263,7 @@ class PrefillRooms:
         room.offers[offer.session.id] = offer
         self.move(turn, room, PrefillMove.OFFERED)
 
-    def withdraw(self, turn: PrefillTurn, number: Room, use: Use, prompt_hash: str, cause: str) -> None:
+    def withdraw(self, turn: PrefillTurn, number: Room, use: Use, prompt_hash: str, why: Why) -> None:
         """Remember that a decode rank gave a use up, under a number that no live room has."""
         stone = self._graveyard.find(number, turn.now)
         if stone is not None and stone.covers(use):
@@ -273,7 +274,7 @@ class PrefillRooms:
         self._graveyard.bury(
             number,
             Tombstone(
-                cause,
+                why,
                 until=turn.now + self._settings.tombstone_s,
                 requested=False,
                 ended=merge(stone.ended if stone else {}, use),
@@ -282,11 +283,11 @@ class PrefillRooms:
             ),
         )
 
-    def decline(self, turn: PrefillTurn, room: PrefillRoom, use: Use, cause: str) -> None:
+    def decline(self, turn: PrefillTurn, room: PrefillRoom, use: Use, why: Why) -> None:
         """Break a room because a decode rank gave it up; a later generation of that rank is another use."""
         if use.generation:
             room.declined.append(use)
-        self.break_(turn, room, cause)
+        self.break_(turn, room, why)
 
     def remember(self, turn: PrefillTurn, number: Room, stone: Tombstone, use: Use) -> None:
         """Add a decode rank's use to a tombstone: its message came after the room had failed."""
@@ -304,19 +305,19 @@ class PrefillRooms:
         self._graveyard.expire(turn.now)
         for number in list(self._timers.due(turn.now)):
             room = self._live[number]
-            self.break_(turn, room, _timeout_cause(room, self._settings))
+            self.break_(turn, room, _time_over(room, self._settings))
 
-    def lost(self, turn: PrefillTurn, gone: list[Session], why: str) -> None:
+    def lost(self, turn: PrefillTurn, gone: list[Session], text: str) -> None:
         """Break every room that has an offer of one of these sessions."""
         for session in gone:
             for room in self:
                 offer = room.offers.get(session.id)
                 if offer is not None and offer.session is session:
-                    self.break_(turn, room, f"session {session.id} lost: {why}")
+                    self.break_(turn, room, Why(Cause.PEER_LOST, f"session {session.id} lost: {text}"))
 
-    def tell_failed(self, turn: PrefillTurn, identity: bytes, room: Room, generation: Generation, cause: str) -> None:
+    def tell_failed(self, turn: PrefillTurn, identity: bytes, room: Room, generation: Generation, why: Why) -> None:
         if self._sessions.is_native(identity):
-            turn.add(Send(identity, Failed(room, generation, cause)))
+            turn.add(Send(identity, Failed(room, generation, why)))
         else:
             turn.add(Send(identity, Status(room, StatusCode.FAILED, Rank(self._settings.prefill_rank))))
 
@@ -351,7 +352,7 @@ class PrefillRooms:
         uses = [*(offer.use for offer in room.offers.values()), *room.declined]
         gave_up = room.before.members if room.before and room.withdrawn else frozenset()
         stone = Tombstone(
-            cause=room.cause,
+            why=room.why,
             until=turn.now + self._settings.tombstone_s,
             requested=room.request is not None,
             ended=merge(room.ended, *uses),
@@ -370,15 +371,17 @@ class PrefillRooms:
         turn.add(Windowed(room.room, room.request.ticket, prefix_len, prompt_len, room.destinations))
 
     def _enter_failing(self, turn: PrefillTurn, room: PrefillRoom) -> None:
-        cause = room.cause or "unknown"
+        why = room.why or Why(Cause.INTERNAL, "unknown")
         for offer in room.offers.values():
             session = offer.session
             if self._sessions.knows(session.identity):
-                self.tell_failed(turn, session.identity, room.room, offer.generation, cause)
+                self.tell_failed(turn, session.identity, room.room, offer.generation, why)
             if room.pushes and offer.manifest is not None:
                 turn.add(CancelPush(session.id, session.life, room.room, offer.generation))
         if room.request:
-            turn.add(Fail(room.room, room.request.ticket, RoomFailed(room.room, cause, tuple(room.story))))
+            turn.add(
+                Fail(room.room, room.request.ticket, RoomFailed(room.room, why.cause, why.text, tuple(room.story)))
+            )
             self._draining[room.request.ticket] = room
 
     def _enter_succeeded(self, turn: PrefillTurn, room: PrefillRoom) -> None:
@@ -407,9 +410,10 @@ class PrefillRooms:
             turn.add(Release(room.room, room.request.ticket))
 
 
-def _timeout_cause(room: PrefillRoom, settings: PrefillSettings) -> str:
+def _time_over(room: PrefillRoom, settings: PrefillSettings) -> Why:
     if room.state is PrefillState.EARLY:
-        return f"no request came for this room in {settings.bootstrap_timeout_s:g} s"
+        return Why(Cause.UNMATCHED, f"no request came for this room in {settings.bootstrap_timeout_s:g} s")
     if room.state is PrefillState.OPENED:
-        return room.withdrawn or f"not every decode rank offered blocks in {settings.bootstrap_timeout_s:g} s"
-    return f"not finished in {settings.waiting_timeout_s:g} s"
+        text = f"not every decode rank offered blocks in {settings.bootstrap_timeout_s:g} s"
+        return room.withdrawn or Why(Cause.UNMATCHED, text)
+    return Why(Cause.TIMED_OUT, f"not finished in {settings.waiting_timeout_s:g} s")

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import attrs
 
-from pdplane.errors import LayoutMismatch, ProtocolError
+from pdplane.errors import Cause, LayoutMismatch, ProtocolError
 from pdplane.ids import Life, Room, SessionId
 from pdplane.kv.layout import Layout, compare_layouts
 from pdplane.kv.routes import RankRoute, plan_route
@@ -168,7 +168,7 @@ class Sessions:
             return []
         gone = self._contradicted(turn, event.identity, event.registration.session)
         if gone:
-            self._refuse(turn, peer, gone[0].id, "registration", "the one in force", "another one")
+            self._refuse(turn, peer, Refused(gone[0].id, "registration", "the one in force", "another one"))
         session = None if gone else self._candidate(turn, peer, event)
         if session is None:
             return gone
@@ -205,7 +205,7 @@ class Sessions:
 
     def _refuse_as_taken(self, turn: PrefillTurn, session: Session) -> None:
         peer = self._peers[session.identity]
-        self._refuse(turn, peer, session.id, "session", "owned by another peer", session.id)
+        self._refuse(turn, peer, Refused(session.id, "session", "owned by another peer", session.id))
 
     def _check(self, turn: PrefillTurn, peer: Peer, session: Session) -> None:
         """Ask which life answers at the session's address; a connection has one such question at a time."""
@@ -251,7 +251,7 @@ class Sessions:
             return self._bind(turn, session)
         turn.add(CloseData(event.session, event.life))
         if peer is not None:
-            self._refuse(turn, peer, session.id, "life", event.decode_life, session.life)
+            self._refuse(turn, peer, Refused(session.id, "life", event.decode_life, session.life))
         return []
 
     def _reconnected(self, turn: PrefillTurn, event: DataConnected) -> list[Session]:
@@ -265,7 +265,8 @@ class Sessions:
         session = self._checking.pop((event.session, event.life), None)
         peer = self._peers.get(session.identity) if session is not None else None
         if session is not None and peer is not None:
-            self._refuse(turn, peer, session.id, "data address", "reachable", event.cause)
+            refused = Refused(session.id, "data address", "reachable", event.text, Cause.UNREACHABLE)
+            self._refuse(turn, peer, refused)
 
     # ---- ends
 
@@ -323,11 +324,11 @@ class Sessions:
         try:
             route = self._accept(registration, event.layout, hello)
         except LayoutMismatch as wrong:
-            self._refuse(turn, peer, registration.session, wrong.field, wrong.ours, wrong.theirs)
+            self._refuse(turn, peer, Refused(registration.session, wrong.field, wrong.ours, wrong.theirs))
             return None
         except ProtocolError as wrong:
             ours = f"rank {self._settings.prefill_rank} of {self._settings.tp_size}"
-            self._refuse(turn, peer, registration.session, "tp rank", ours, str(wrong))
+            self._refuse(turn, peer, Refused(registration.session, "tp rank", ours, str(wrong)))
             return None
         return Session(registration, event.identity, peer.life, event.layout, route)
 
@@ -344,11 +345,11 @@ class Sessions:
             decode_rank=registration.tp_rank,
         )
 
-    def _refuse(self, turn: PrefillTurn, peer: Peer, session: SessionId, field: str, ours: str, theirs: str) -> None:
+    def _refuse(self, turn: PrefillTurn, peer: Peer, refused: Refused) -> None:
         self._rejected["registration"] += 1
-        if self.owner(peer.identity, peer.session or session) is None:
+        if self.owner(peer.identity, peer.session or refused.session) is None:
             peer.session = None
-        self._tell_refused(turn, peer, Refused(session, field, ours, theirs))
+        self._tell_refused(turn, peer, refused)
 
     def _tell_refused(self, turn: PrefillTurn, peer: Peer, refused: Refused) -> None:
         if peer.native or is_legacy(peer.identity):  # a legacy peer cannot be told, so its channel logs it

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import attrs
 
+from pdplane.errors import Why
 from pdplane.ids import Generation, Life, Room, SessionId
 
 Peer: TypeAlias = tuple[SessionId, Life]
@@ -32,7 +33,7 @@ class Tombstone:
     `prompts` are the hashes that they named.
     """
 
-    cause: str | None  # None: it succeeded
+    why: Why | None  # None: it succeeded
     until: float
     requested: bool = True
     ended: Mapping[Peer, Generation] = attrs.field(factory=dict)
@@ -45,13 +46,13 @@ class Tombstone:
 
     def awaits(self, prompt_hash: str | None) -> bool:
         """Return whether a request of this prompt may belong to this use, given up by decode before it came."""
-        if not self.cause or self.requested:
+        if not self.why or self.requested:
             return False
         return not (prompt_hash and self.prompts) or prompt_hash in self.prompts
 
     def missed_by(self, peer: Peer) -> bool:
         """Return whether the room failed its caller before this decode rank had any part in it."""
-        return self.requested and self.cause is not None and peer not in self.members
+        return self.requested and self.why is not None and peer not in self.members
 
     @property
     def is_raw(self) -> bool:

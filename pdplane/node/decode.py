@@ -24,12 +24,21 @@ from pdplane.api import (
     Tokenizer,
 )
 from pdplane.control.http_thread import HttpThread
-from pdplane.errors import ConfigError, InternalError, LocalProtocolError, PdplaneError, PoolExhausted, RoomFailed
+from pdplane.errors import (
+    Cause,
+    ConfigError,
+    InternalError,
+    LocalProtocolError,
+    PdplaneError,
+    PoolExhausted,
+    RoomFailed,
+    Why,
+)
 from pdplane.ids import Room
 from pdplane.kv.manifest import build_manifest
 from pdplane.machine.actions import Delivered
 from pdplane.messages import Fingerprint, hash_prompt
-from pdplane.node.legs import BlockQueue, Blocks, Legs, Place, arrow, check_prompt, open_future
+from pdplane.node.legs import BlockQueue, Blocks, Legs, Place, arrow, check_prompt, open_future, why_ended
 from pdplane.plane.config import DecodeConfig
 from pdplane.plane.decode import DecodePlane
 from pdplane.plane.rooms import DecodeRoom
@@ -51,7 +60,7 @@ class DecodeLeg:
     room: DecodeRoom | None = None
     assembly: EngineAssembly | None = None
     job: EngineJob[FinishReason] | None = None
-    cause: str | None = None
+    why: Why | None = None
     count: int = 0
     _give_up: Callable[[DecodeLeg], None] = attrs.field(kw_only=True)
 
@@ -59,9 +68,9 @@ class DecodeLeg:
     def number(self) -> Room:
         return self.request.room
 
-    def cancel(self, cause: str) -> None:
+    def cancel(self, text: str, cause: Cause = Cause.CANCELLED) -> None:
         """End the leg at whatever step it is; return at once."""
-        self.cause = self.cause or cause
+        self.why = self.why or Why(cause, text)
         self._give_up(self)
 
     def mark(self, name: str, since: float) -> None:
@@ -94,12 +103,13 @@ class DecodeNode:
         """Begin a decode leg; ends in its `done`. Raises ConfigError, PoolExhausted, LocalProtocolError (live room)."""
         queue = self._queue
         if queue is None or self._draining:
-            self._decline(request, "decode takes no requests now")
-            raise LocalProtocolError("this decode takes no requests now")
+            refusal = LocalProtocolError("this decode takes no requests now", Cause.CLOSING)
+            self._decline(request, refusal.why)
+            raise refusal
         try:
             check_prompt(self._engine, request.tokens)
         except ConfigError as error:
-            self._decline(request, str(error))
+            self._decline(request, error.why)
             raise
         stop_ids = request.stop_ids | (frozenset() if request.ignore_eos else self._engine.tokenizer.eos_ids)
         leg = DecodeLeg(request, on_token, stop_ids, give_up=self._give_up)
@@ -109,9 +119,9 @@ class DecodeNode:
             leg.place = queue.acquire(counts, lambda blocks: self._open(leg, blocks))
         except PdplaneError as error:
             self._legs.remove(leg)
-            self._decline(request, str(error))
+            self._decline(request, error.why)
             raise
-        if leg.cause is not None:  # cancelled by our closing before it had a place in line
+        if leg.why is not None:  # cancelled by our closing before it had a place in line
             self._give_up(leg)
         return leg
 
@@ -144,8 +154,8 @@ class DecodeNode:
         opened = time.monotonic()
         leg.room.released.add_done_callback(lambda _released: self._release(leg, "room"))
         leg.room.done.add_done_callback(lambda done: self._delivered(leg, done, opened))
-        if leg.cause is not None:
-            leg.room.cancel(leg.cause)
+        if leg.why is not None:
+            leg.room.cancel(leg.why.text, leg.why.cause)
 
     @arrow
     def _delivered(self, leg: DecodeLeg, done: Future[Delivered], opened: float) -> None:
@@ -154,8 +164,8 @@ class DecodeNode:
         whole = time.monotonic()
         try:
             delivered = done.result()
-            if leg.cause is not None:
-                raise RoomFailed(leg.request.room, leg.cause)
+            if leg.why is not None:
+                raise RoomFailed(leg.request.room, leg.why.cause, leg.why.text)
             request = self._continue(leg, delivered)
             leg.job = self._engine.decode(
                 request, lambda token: self._token(leg, token), lambda: self._assembled(leg, whole)
@@ -165,7 +175,7 @@ class DecodeNode:
             self._fail(leg, error)
             return
         leg.job.future.add_done_callback(lambda job: self._finished(leg, job))
-        if leg.cause is not None:
+        if leg.why is not None:
             leg.job.cancel()
 
     def _continue(self, leg: DecodeLeg, delivered: Delivered) -> EngineDecodeRequest:
@@ -198,8 +208,8 @@ class DecodeNode:
         """End the leg, since the sequence has ended."""
         self._release(leg, "engine")
         if job.cancelled() or job.exception() is not None:
-            cause = leg.cause or ("decode was cancelled" if job.cancelled() else f"decode failed: {job.exception()}")
-            self._fail(leg, RoomFailed(leg.request.room, cause))
+            why = leg.why or why_ended("decode", job)
+            self._fail(leg, RoomFailed(leg.request.room, why.cause, why.text))
             return
         leg.mark("decode_ms", leg.began + leg.timings.get("first_token_ms", 0.0) / 1e3)
         self._legs.remove(leg)
@@ -207,25 +217,25 @@ class DecodeNode:
         leg.done.set_result(finished)
 
     def _give_up(self, leg: DecodeLeg) -> None:
-        """Stop the leg at the step that it has reached; later steps look at its cause."""
-        cause = leg.cause or "cancelled"
+        """Stop the leg at the step that it has reached; later steps look at `why`."""
+        why = leg.why or Why(Cause.CANCELLED, "cancelled")
         if leg.place is not None and self._queue is not None and self._queue.leave(leg.place):
-            self._fail(leg, RoomFailed(leg.request.room, cause))
+            self._fail(leg, RoomFailed(leg.request.room, why.cause, why.text))
         elif leg.job is not None:
             leg.job.cancel()
         elif leg.room is not None:
-            leg.room.cancel(cause)
+            leg.room.cancel(why.text, why.cause)
 
     def _fail(self, leg: DecodeLeg, error: PdplaneError) -> None:
         if leg.assembly is not None:
             leg.assembly.drop()
         self._legs.remove(leg)
         if leg.room is None:
-            self._decline(leg.request, str(error))
+            self._decline(leg.request, error.why)
         if not leg.done.done():
             leg.done.set_exception(error)
 
-    def _decline(self, request: DecodeRequest, cause: str) -> None:
+    def _decline(self, request: DecodeRequest, why: Why) -> None:
         """Tell prefill that no room was opened, so that its leg does not wait until its deadline."""
         if self._plane is None:
             return
@@ -233,13 +243,14 @@ class DecodeNode:
             prompt_hash = hash_prompt(request.tokens)
         except OverflowError:
             return  # no vocabulary has such a token, so prefill refuses the request too
-        self._plane.decline(request.room, prefill=request.prefill, prompt_hash=prompt_hash, cause=cause)
+        at = request.prefill
+        self._plane.decline(request.room, prefill=at, prompt_hash=prompt_hash, text=why.text, cause=why.cause)
 
     def crashed(self, leg: DecodeLeg, error: InternalError) -> None:
         """End this leg, and nothing else, after a bug of ours; called by `arrow`."""
         self._fail(leg, error)
         if leg.room is not None:
-            leg.room.cancel(str(error))
+            leg.room.cancel(str(error), error.cause)
         else:
             self._release(leg, "room")
         if leg.job is not None:
@@ -281,7 +292,7 @@ class DecodeNode:
         """Take no more, wait up to `drain_s` for what runs, end the rest, join every thread; idempotent."""
         self._draining = True
         self._legs.drain(drain_s)
-        self._legs.cancel_all("decode is shutting down")
+        self._legs.cancel_all("decode is shutting down", Cause.CLOSING)
         if self._plane is not None:
             self._plane.close()
         self._engine.close()
@@ -312,5 +323,5 @@ class DecodeNode:
     def statistics(self) -> dict[str, Any]:
         """Return every count, JSON-able."""
         if self._plane is None or self._queue is None:
-            raise LocalProtocolError("this decode has not started")
+            raise LocalProtocolError("this decode has not started", Cause.CLOSING)
         return {"legs": len(self._legs), "blocks": self._queue.counts(), **self._plane.statistics()}

@@ -15,7 +15,7 @@ import attrs
 
 from pdplane.api import Engine
 from pdplane.control.http_thread import HttpThread
-from pdplane.errors import ConfigError, InternalError, LocalProtocolError, PoolExhausted
+from pdplane.errors import Cause, ConfigError, InternalError, LocalProtocolError, PdplaneError, PoolExhausted, Why
 from pdplane.ids import GroupId, Room
 from pdplane.kv.arena import Pool
 from pdplane.kv.layout import Layout
@@ -146,7 +146,7 @@ class Holding(Protocol):
     blocks: Blocks | None
     gone: set[str]
 
-    def cancel(self, cause: str) -> None: ...
+    def cancel(self, text: str, cause: Cause = Cause.CANCELLED) -> None: ...
 
 
 _USERS = {"room", "engine"}
@@ -174,7 +174,7 @@ class Legs(Generic[Leg]):
         """Add a leg. Raises LocalProtocolError when its room is live."""
         with self._lock:
             if leg.number in self._live:
-                raise LocalProtocolError(f"room {leg.number} is live")
+                raise LocalProtocolError(f"room {leg.number} is live", Cause.LIVE)
             self._live[leg.number] = leg
 
     def remove(self, leg: Leg) -> None:
@@ -201,11 +201,11 @@ class Legs(Generic[Leg]):
         with self._lock:
             self._idle.wait_for(lambda: not self._live, timeout_s)
 
-    def cancel_all(self, cause: str) -> None:
+    def cancel_all(self, text: str, cause: Cause) -> None:
         with self._lock:
             live = list(self._live.values())
         for leg in live:
-            leg.cancel(cause)
+            leg.cancel(text, cause)
 
 
 class Ending(Protocol[Leg_contra]):
@@ -230,6 +230,15 @@ def arrow(step: Callable[Concatenate[Node, AnyLeg, Rest], None]) -> Callable[Con
             node.crashed(leg, InternalError(f"a bug of ours ended the request: {bug!r}"))
 
     return run
+
+
+def why_ended(role: str, job: Future[Any]) -> Why:
+    """Why the engine's job gave no result. What it says of itself is for people, like every text."""
+    if job.cancelled():
+        return Why(Cause.CANCELLED, f"{role} was cancelled")
+    error = job.exception()
+    cause = error.cause if isinstance(error, PdplaneError) else Cause.INTERNAL
+    return Why(cause, f"{role} failed: {error}")
 
 
 def check_prompt(engine: Engine, tokens: Sequence[int]) -> None:

@@ -14,12 +14,12 @@ import attrs
 
 from pdplane.api import EngineJob, FirstToken, PrefillEngine, PrefillRequest, Token, Tokenizer
 from pdplane.control.http_thread import HttpThread
-from pdplane.errors import ConfigError, InternalError, LocalProtocolError, PdplaneError, PoolExhausted
+from pdplane.errors import Cause, ConfigError, InternalError, LocalProtocolError, PdplaneError, PoolExhausted
 from pdplane.ids import GroupId, Room
 from pdplane.kv.copies import expected_bytes
 from pdplane.kv.manifest import blocks_behind
 from pdplane.messages import Fingerprint, hash_prompt
-from pdplane.node.legs import BlockQueue, Blocks, Legs, Place, arrow, check_prompt, open_future
+from pdplane.node.legs import BlockQueue, Blocks, Legs, Place, arrow, check_prompt, open_future, why_ended
 from pdplane.plane.config import PrefillConfig
 from pdplane.plane.prefill import PrefillPlane
 from pdplane.plane.rooms import PrefillRoom, RoomWindow
@@ -55,8 +55,8 @@ class PrefillLeg:
     def number(self) -> Room:
         return self.request.room
 
-    def cancel(self, cause: str) -> None:
-        self.room.cancel(cause)
+    def cancel(self, text: str, cause: Cause = Cause.CANCELLED) -> None:
+        self.room.cancel(text, cause)
 
     def mark(self, name: str, since: float) -> None:
         self.timings[name] = (time.monotonic() - since) * 1e3
@@ -89,18 +89,18 @@ class PrefillNode:
         """Begin a prefill leg; ends in its `done`. Raises ConfigError for a prompt that can never fit."""
         plane = self._plane
         if plane is None or self._draining:
-            raise LocalProtocolError("this prefill takes no requests now")
+            raise LocalProtocolError("this prefill takes no requests now", Cause.CLOSING)
         try:
             check_prompt(self._engine, request.tokens)
         except ConfigError as error:
-            plane.open(request.room).cancel(str(error))  # decode's leg would wait for its deadline
+            plane.open(request.room).cancel(str(error), error.cause)  # decode's leg would wait for its deadline
             raise
         room = plane.open(request.room, prompt_len=len(request.tokens), prompt_hash=hash_prompt(request.tokens))
         leg = PrefillLeg(request, room)
         try:
             self._legs.add(leg)
         except LocalProtocolError as live:
-            room.cancel(str(live))
+            room.cancel(str(live), live.cause)
             raise
         room.window.add_done_callback(lambda window: self._offered(leg, window))
         room.done.add_done_callback(lambda done: self._ended(leg, done))
@@ -127,7 +127,7 @@ class PrefillNode:
             counts = self._engine.blocks_needed(len(leg.request.tokens))
             leg.place = queue.acquire(counts, lambda blocks: self._compute(leg, blocks))
         except PdplaneError as error:
-            leg.cancel(str(error))
+            leg.cancel(str(error), error.cause)
             return
         if leg.room.done.done():  # it ended before it had a place in line
             queue.leave(leg.place)
@@ -136,14 +136,14 @@ class PrefillNode:
     def _compute(self, leg: PrefillLeg, blocks: Blocks | PoolExhausted) -> None:
         """Let the engine fill the allocated blocks."""
         if isinstance(blocks, PoolExhausted):
-            leg.cancel(f"prefill has no blocks: {blocks}")
+            leg.cancel(f"prefill has no blocks: {blocks}", blocks.cause)
             return
         self._legs.hold(leg, blocks)
         leg.mark("alloc_ms", leg.began)
         started = time.monotonic()
         try:
             if leg.room.done.done():
-                raise LocalProtocolError("the room ended while it stood in line")
+                raise LocalProtocolError("the room ended while it stood in line", Cause.CANCELLED)
             leg.job = self._engine.prefill(
                 leg.request.tokens,
                 blocks,
@@ -152,7 +152,7 @@ class PrefillNode:
                 leg.request.sampling,
             )
         except PdplaneError as error:
-            leg.cancel(str(error))
+            leg.cancel(str(error), error.cause)
             self._release(leg, "engine")
             return
         leg.job.future.add_done_callback(lambda job: self._finish(leg, job, started))
@@ -171,7 +171,7 @@ class PrefillNode:
             try:
                 leg.room.push(wanted, steps, chunk)
             except PdplaneError as error:  # the engine goes on: other ranks may be in the middle of the same step
-                leg.cancel(str(error))
+                leg.cancel(str(error), error.cause)
 
     @arrow
     def _finish(self, leg: PrefillLeg, job: Future[Token], started: float) -> None:
@@ -179,7 +179,8 @@ class PrefillNode:
         leg.mark("prefill_ms", started)
         leg.computed = time.monotonic()
         if job.cancelled() or job.exception() is not None:
-            leg.cancel("prefill was cancelled" if job.cancelled() else f"prefill failed: {job.exception()}")
+            why = why_ended("prefill", job)
+            leg.cancel(why.text, why.cause)
         else:
             first = job.result()
             self._succeed(leg, FirstToken(first.id, first.logprob, top=first.top))
@@ -190,7 +191,7 @@ class PrefillNode:
         try:
             leg.room.finish(first.token, first.logprob)
         except PdplaneError as error:  # a token that no status can carry
-            leg.cancel(f"prefill failed: {error}")
+            leg.cancel(f"prefill failed: {error}", error.cause)
 
     @arrow
     def _ended(self, leg: PrefillLeg, done: Future[None]) -> None:
@@ -223,7 +224,7 @@ class PrefillNode:
         """End this leg, and nothing else, after a bug of ours; called by `arrow`."""
         if not leg.done.done():
             leg.done.set_exception(error)
-        leg.cancel(str(error))
+        leg.cancel(str(error), error.cause)
         if leg.job is not None:
             leg.job.cancel()
         else:
@@ -295,5 +296,5 @@ class PrefillNode:
     def statistics(self) -> dict[str, Any]:
         """Return every count, JSON-able."""
         if self._plane is None or self._queue is None:
-            raise LocalProtocolError("this prefill has not started")
+            raise LocalProtocolError("this prefill has not started", Cause.CLOSING)
         return {"legs": len(self._legs), "blocks": self._queue.counts(), **self._plane.statistics()}

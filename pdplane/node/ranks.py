@@ -16,7 +16,7 @@ import attrs
 
 from pdplane.api import DecodeRequest, Finished, FirstToken, PrefillRequest, Sampling, Token, Tokenizer
 from pdplane.control.ranks import Message, RankLink
-from pdplane.errors import ConfigError, LocalProtocolError, PdplaneError, RoomFailed
+from pdplane.errors import Cause, ConfigError, LocalProtocolError, PdplaneError, RoomFailed, Why
 from pdplane.ids import Endpoint, Room
 from pdplane.node.decode import DecodeNode
 from pdplane.node.legs import open_future
@@ -45,9 +45,16 @@ class SharedThread(Protocol):
     def end(self, key: int) -> None: ...
 
 
-def cause_of(error: BaseException) -> str:
-    """Return why a leg failed, without the room and its story, of which every rank has its own."""
-    return error.cause if isinstance(error, RoomFailed) else str(error)
+def write_why(error: BaseException) -> str:
+    """Return why a leg failed as one text, without the room and its story, of which every rank has its own."""
+    why = error.why if isinstance(error, PdplaneError) else Why(Cause.INTERNAL, str(error))
+    return f"{why.cause.value} {why.text}"
+
+
+def read_why(text: str) -> Why:
+    """Return why a leg failed on another rank."""
+    word, _, rest = text.partition(" ")
+    return Why(Cause.read(word, Cause.INTERNAL), rest)
 
 
 def write_request(request: Request) -> str:
@@ -103,7 +110,7 @@ class Handle(Protocol[T]):
 
     done: Future[T]
 
-    def cancel(self, cause: str) -> None: ...
+    def cancel(self, text: str, cause: Cause = Cause.CANCELLED) -> None: ...
 
 
 @attrs.define(eq=False)
@@ -118,9 +125,9 @@ class SharedLeg(Generic[T]):
     go_on: Callable[[], None] | None = None
     failure: RoomFailed | None = None
 
-    def cancel(self, cause: str) -> None:
+    def cancel(self, text: str, cause: Cause = Cause.CANCELLED) -> None:
         """End the leg on every rank; return at once."""
-        self.here.cancel(cause)
+        self.here.cancel(text, cause)
 
 
 class Ranks:
@@ -174,7 +181,7 @@ class Ranks:
         """Begin a leg on all ranks. Raises LocalProtocolError for a live room, and what `begin_here` raises."""
         with self._order:
             if request.room in self._legs:
-                raise LocalProtocolError(f"room {request.room} is live")
+                raise LocalProtocolError(f"room {request.room} is live", Cause.LIVE)
             over = self._thread.expect(request.room)
             try:
                 leg = SharedLeg(request.room, begin_here(), set(range(self._size)))
@@ -215,8 +222,9 @@ class Ranks:
         if self._worker is not None:
             self._events.put(None)
             self._worker.join()
+        why = Why(Cause.PEER_LOST, self.trouble) if self.trouble else Why(Cause.CLOSING, "the ranks part")
         for leg in list(self._legs.values()):
-            self._finish(leg, RoomFailed(leg.room, self.trouble or "the ranks part"))
+            self._finish(leg, RoomFailed(leg.room, why.cause, why.text))
 
     # ---- what happens, in one order
 
@@ -251,8 +259,9 @@ class Ranks:
         if kind == "offered":
             self._offered(leg, rank)
         elif kind == "failed":
-            leg.failure = leg.failure or RoomFailed(leg.room, f"rank {rank}: {text}")
-            leg.cancel(text)
+            why = read_why(text)
+            leg.failure = leg.failure or RoomFailed(leg.room, why.cause, f"rank {rank}: {why.text}")
+            leg.cancel(why.text, why.cause)
         elif kind == "done":
             self._done(leg, rank)
 
@@ -265,7 +274,7 @@ class Ranks:
     def _ended_here(self, leg: SharedLeg[Any], over: Future[None]) -> None:
         error = leg.here.done.exception()
         if error is not None:
-            self.tell("cancel", leg.room, cause_of(error))
+            self.tell("cancel", leg.room, write_why(error))
             self._thread.abandon(leg.room)
         over.add_done_callback(lambda _: self._events.put(lambda: self._done(leg, 0)))
 
@@ -342,7 +351,7 @@ class Lead:
 
     def _check(self) -> None:
         if self._draining or not self._ranks.all_up:
-            raise LocalProtocolError("the ranks take no requests now")
+            raise LocalProtocolError("the ranks take no requests now", Cause.CLOSING)
 
 
 class LeadPrefill(Lead):
@@ -466,7 +475,8 @@ class Follower:
         if kind == "start" and leg.go_on is not None:
             leg.go_on()
         elif kind == "cancel" and leg.here is not None:
-            leg.here.cancel(text)
+            why = read_why(text)
+            leg.here.cancel(why.text, why.cause)
 
     def _request(self, room: Room, text: str) -> None:
         leg = FollowedLeg(room)
@@ -478,7 +488,7 @@ class Follower:
                 raise ConfigError("this rank is not up")
             leg.here = self._begin(read_request(room, text))
         except PdplaneError as error:
-            self._link.send("failed", room, cause_of(error))
+            self._link.send("failed", room, write_why(error))
             self._one_end(leg)
             return
         leg.here.done.add_done_callback(lambda done: self._ended(leg, done))
@@ -486,7 +496,7 @@ class Follower:
     def _ended(self, leg: FollowedLeg, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
-            self._link.send("failed", leg.room, cause_of(error))
+            self._link.send("failed", leg.room, write_why(error))
         self._one_end(leg)
 
     def _one_end(self, leg: FollowedLeg) -> None:

@@ -13,7 +13,7 @@ from pdplane.control.http_thread import HttpThread
 from pdplane.control.legacy import LegacyLine, LegacyPrefills, probed
 from pdplane.control.lookup import LookUpOptions, PrefillFound, PrefillNotFound, RendezvousClient
 from pdplane.control.reactor import Reactor
-from pdplane.errors import ConfigError, LocalProtocolError, ProtocolError, WireError
+from pdplane.errors import Cause, ConfigError, LocalProtocolError, ProtocolError, Why, WireError
 from pdplane.ids import Endpoint, Life, Room, SessionId
 from pdplane.kv.arena import Arena, ArenaMemory
 from pdplane.kv.copies import window_runs
@@ -77,12 +77,12 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
             options=self.config.transport_options,
         )
 
-    def _shut(self, cause: str) -> None:
+    def _shut(self, text: str) -> None:
         if self._reactor:
-            self._post(events.Closing(cause))
+            self._post(events.Closing(text))
             self._reactor.close()
         self._close_receivers()
-        self._handles.fail_all(LocalProtocolError(cause))
+        self._handles.fail_all(LocalProtocolError(text, Cause.CLOSING))
         self._dealers.close()
         if self._legacy:
             self._legacy.close()
@@ -117,15 +117,17 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
         _check_prompt_hash(prompt_hash)
         number, ticket = check_room(room), self._handles.ticket()
 
-        def cancel(cause: str) -> None:
-            self._post(events.RoomCancelled(number, ticket, cause))
+        def cancel(why: Why) -> None:
+            self._post(events.RoomCancelled(number, ticket, why))
 
         handle = DecodeRoom(number, ticket, cancel, on_landed)
         self._handles.add(handle)
         self._post(events.DecodeRequested(number, ticket, rendezvous, manifest, prompt_hash))
         return handle
 
-    def decline(self, room: int, *, prefill: Endpoint | str, prompt_hash: str, cause: str) -> None:
+    def decline(
+        self, room: int, *, prefill: Endpoint | str, prompt_hash: str, text: str, cause: Cause = Cause.CANCELLED
+    ) -> None:
         """Tell prefill that no blocks will come for this room, so that its request ends at once and not by a timeout.
 
         Best effort: only a prefill that this decode is registered with is told, and it ends only a request with the
@@ -135,7 +137,7 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
         number, ticket = check_room(room), self._handles.ticket()
         rendezvous = as_endpoint(prefill, "prefill")
         if self._state == "open":
-            self._post(events.DecodeDeclined(number, ticket, rendezvous, prompt_hash, cause))
+            self._post(events.DecodeDeclined(number, ticket, rendezvous, prompt_hash, Why(cause, text)))
 
     # ---- state
 
@@ -265,7 +267,7 @@ def read_answer(
 ) -> events.PeerFound | events.PeerMissing:
     """Return the machine's event for a rendezvous answer; PeerMissing for one that this decode cannot use."""
     if isinstance(found, PrefillNotFound):
-        return events.PeerMissing(number, found.bootstrap, found.cause)
+        return events.PeerMissing(number, found.bootstrap, Why(Cause.UNREACHABLE, found.cause))
     ranks = []
     for rank in found.ranks:
         if rank.router_port is not None and rank.life is not None:
@@ -273,13 +275,14 @@ def read_answer(
         elif config.speaks_legacy:
             ranks.append(events.PeerRank(rank.prefill_rank, Endpoint(rank.host, rank.port), Life("")))
         else:
-            why = config.legacy_obstacle or "the legacy channel is turned off"
-            cause = f"prefill at {found.bootstrap} is a legacy peer, and this decode has none: {why}"
-            return events.PeerMissing(number, found.bootstrap, cause)
+            obstacle = config.legacy_obstacle or "the legacy channel is turned off"
+            text = f"prefill at {found.bootstrap} is a legacy peer, and this decode has none: {obstacle}"
+            return events.PeerMissing(number, found.bootstrap, Why(Cause.REFUSED, text))
     try:
         layout = wire.decode_layout(found.layout)
     except WireError as wrong:
-        return events.PeerMissing(number, found.bootstrap, f"prefill at {found.bootstrap} has a bad layout: {wrong}")
+        text = f"prefill at {found.bootstrap} has a bad layout: {wrong}"
+        return events.PeerMissing(number, found.bootstrap, Why(Cause.REFUSED, text))
     return events.PeerFound(number, found.bootstrap, found.dp_group, found.dp_size, layout, tuple(ranks))
 
 

@@ -13,7 +13,7 @@ import attrs
 
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.reactor import Action, Event, Reactor
-from pdplane.errors import ConfigError, InternalError, LocalProtocolError
+from pdplane.errors import Cause, ConfigError, InternalError, LocalProtocolError
 from pdplane.ids import Endpoint, new_life
 from pdplane.kv.arena import Arena, ArenaMemory
 from pdplane.kv.layout import Layout
@@ -56,7 +56,7 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
         """Open every socket and thread. Raises ConfigError; `_shut` then closes what was opened."""
 
     @abc.abstractmethod
-    def _shut(self, cause: str) -> None:
+    def _shut(self, text: str) -> None:
         """Tell the peers, fail what is live, close every socket and thread that was opened."""
 
     @abc.abstractmethod
@@ -70,7 +70,8 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
     def _check_open(self) -> None:
         """Raise LocalProtocolError unless the plane runs, in this process."""
         if self._state != "open" or self._reactor is None:
-            raise LocalProtocolError(f"the {self.role} plane {_STATES.get(self._state, 'starts')}")
+            text = f"the {self.role} plane {_STATES.get(self._state, 'starts')}"
+            raise LocalProtocolError(text, Cause.CLOSING)
         if os.getpid() != self._owner:
             raise LocalProtocolError("the plane belongs to another process; after a fork, start one of your own")
 
@@ -104,7 +105,7 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self, cause: str | None = None) -> None:
+    def close(self, text: str | None = None) -> None:
         """Fail what is live, tell the peers, join every thread; harmless before `start` and when repeated.
 
         Raises LocalProtocolError in a callback of one of the plane's futures, and does nothing then.
@@ -118,7 +119,7 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
                 return
             self._state = "closed"
         atexit.unregister(self.close)
-        self._shut(cause or f"{self.role} is shutting down")
+        self._shut(text or f"{self.role} is shutting down")
 
     # ---- state
 

@@ -13,7 +13,7 @@ from pdplane.control.legacy import LegacyPrefillChannel
 from pdplane.control.lookup import Announcement, Announcer
 from pdplane.control.reactor import Reactor
 from pdplane.control.rendezvous import rendezvous_app
-from pdplane.errors import ConfigError, LocalProtocolError
+from pdplane.errors import Cause, ConfigError, LocalProtocolError, Why
 from pdplane.ids import Endpoint, SessionId
 from pdplane.kv.arena import Arena, ArenaMemory
 from pdplane.kv.copies import Copies
@@ -63,14 +63,14 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         self._rendezvous: Endpoint | None = None
         self.legacy_control: Endpoint | None = None
 
-    def _shut(self, cause: str) -> None:
+    def _shut(self, text: str) -> None:
         if self._announcer:
             self._announcer.stop()
         if self._reactor:
-            self._post(events.Closing(cause))
+            self._post(events.Closing(text))
             self._reactor.close()
         self._senders.close_all()
-        self._handles.fail_all(LocalProtocolError(cause))
+        self._handles.fail_all(LocalProtocolError(text, Cause.CLOSING))
         self._router.close()
         if self._legacy:
             self._legacy.close()
@@ -104,8 +104,8 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
             chosen = tuple(candidates) if candidates else None
             self._post(events.RoomFinished(number, ticket, token, bits, chosen, cached))
 
-        def cancel(cause: str) -> None:
-            self._post(events.RoomCancelled(number, ticket, cause))
+        def cancel(why: Why) -> None:
+            self._post(events.RoomCancelled(number, ticket, why))
 
         handle = PrefillRoom(number, ticket, self.layout, push, finish, cancel)
         self._handles.add(handle)

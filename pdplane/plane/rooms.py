@@ -12,7 +12,7 @@ from typing import Generic, Protocol, SupportsIndex, TypeAlias, TypeVar
 
 import attrs
 
-from pdplane.errors import InternalError, LocalProtocolError, PdplaneError, WaitTimeout
+from pdplane.errors import Cause, InternalError, LocalProtocolError, PdplaneError, WaitTimeout, Why
 from pdplane.ids import MAX_ROOM, FieldId, GroupId, Room, SessionId
 from pdplane.kv.copies import U64, Copies, plan_block_copies
 from pdplane.kv.layout import Layout
@@ -90,7 +90,7 @@ class PrefillRoom:
     _layout: Layout
     _push: Callable[[Mapping[SessionId, Copies]], None]
     _finish: Callable[[int, float | None, Sequence[int] | None, int], None]
-    _cancel: Callable[[str], None]
+    _cancel: Callable[[Why], None]
 
     def wait_window(self, timeout_s: float | None = None) -> RoomWindow:
         """Wait until decode's offer is whole and return it.
@@ -144,9 +144,9 @@ class PrefillRoom:
         self._finish(token, logprob, chosen, _whole(cached_tokens, "cached_tokens", 0, 2**63 - 1))
         return self.done
 
-    def cancel(self, cause: str = "cancelled by the caller") -> None:
+    def cancel(self, text: str = "cancelled by the caller", cause: Cause = Cause.CANCELLED) -> None:
         """End the room and tell decode; return at once, harmless after the end."""
-        self._cancel(cause)
+        self._cancel(Why(cause, text))
 
     def _pushed_with(
         self, window: RoomWindow, fields: frozenset[FieldId] | None, chunk: range | None
@@ -194,7 +194,7 @@ class DecodeRoom:
     ticket: int
     done: Future[Delivered] = attrs.field(factory=_open_future, init=False)
     released: Future[None] = attrs.field(factory=_open_future, init=False)
-    _cancel: Callable[[str], None]
+    _cancel: Callable[[Why], None]
     on_landed: Callable[[U64, U64], None] | None = None
 
     def wait(self, timeout_s: float | None = None) -> Delivered:
@@ -205,9 +205,9 @@ class DecodeRoom:
         """
         return _wait(self.done, self.room, timeout_s, "the cache")
 
-    def cancel(self, cause: str = "cancelled by the caller") -> None:
+    def cancel(self, text: str = "cancelled by the caller", cause: Cause = Cause.CANCELLED) -> None:
         """End the room and tell prefill; return at once, harmless after the end."""
-        self._cancel(cause)
+        self._cancel(Why(cause, text))
 
     def deliver(self, delivered: Delivered) -> None:
         """Deliver the whole cache, and release its blocks to the caller; called by the plane."""

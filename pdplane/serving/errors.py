@@ -1,77 +1,80 @@
-"""Errors as HTTP: the status says whose fault it is, the body is `{"error": {"message", "type", "code"}}`.
+"""Errors as HTTP: the body is `{"error": {"message", "type", "code"}}`.
 
-400 a bad request, 409 the room is live, 413 too long a body, 502 the other side failed, 503 we are full or not ready,
-504 a deadline passed, 500 a fault of ours.
+The status and the code come from the error's `Cause`, never from its words: a peer's text decides nothing. Only
+statuses that gateways hand on unchanged are used: they turn 409, 429 and 504 into 500, and drop Retry-After.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from pdplane.errors import ConfigError, LocalProtocolError, PoolExhausted, RoomFailed, SessionLost, TransferError
+from pdplane.errors import Cause, PdplaneError
 
 RETRY_AFTER_S = 1
 
-_KINDS = {
+STATUSES: Mapping[Cause, int] = {
+    Cause.BAD_REQUEST: 400,
+    Cause.INTERNAL: 500,
+    # The other side is at fault: the same request may do elsewhere.
+    Cause.CANCELLED: 502,
+    Cause.UNREACHABLE: 502,
+    Cause.PEER_LOST: 502,
+    Cause.PEER_FAILED: 502,
+    Cause.REFUSED: 502,
+    Cause.TRANSFER: 502,
+    # Not now: the same request may do here, a little later.
+    Cause.UNMATCHED: 503,
+    Cause.TIMED_OUT: 503,
+    Cause.FULL: 503,
+    Cause.LIVE: 503,
+    Cause.CLOSING: 503,
+}
+_TYPES = {
     400: "invalid_request_error",
     404: "not_found_error",
     405: "method_not_allowed",
-    409: "room_is_live",
     413: "request_too_large",
     502: "peer_failed",
-    503: "overloaded",
-    504: "deadline_exceeded",
+    503: "unavailable",
 }
-# RoomFailed tells its cause in words for people; these are the ones that speak of time and of space.
-_DEADLINE = re.compile(r"timed out|\b(?:in|within|after) [0-9.e+]+ s\b|nobody answered in time")
-_LIVE = re.compile(r"\bis live\b|cannot tell uses apart|may still be written to")
-_FULL = re.compile(r"too many live rooms|wanted [0-9]+ blocks")
+
+
+def cause_of(error: BaseException) -> Cause:
+    """What happened, for any error that a leg ended with."""
+    if isinstance(error, PdplaneError):
+        return error.cause
+    return Cause.CLOSING if isinstance(error, CancelledError) else Cause.INTERNAL
 
 
 def status_of(error: BaseException) -> int:
     """The HTTP status of an error that a leg ended with."""
-    if isinstance(error, RoomFailed):
-        if _FULL.search(error.cause):
-            return 503
-        return 504 if _DEADLINE.search(error.cause) else 502
-    if isinstance(error, LocalProtocolError):
-        return 409 if _LIVE.search(error.reason) else 503  # else it is closing, and takes no requests
-    for kind, status in (
-        (ConfigError, 400),
-        (PoolExhausted, 503),
-        (CancelledError, 503),
-        (SessionLost, 502),
-        (TransferError, 502),
-    ):
-        if isinstance(error, kind):
-            return status
-    return 500
+    return STATUSES[cause_of(error)]
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """The JSON of an error."""
-    return {"error": {"message": message, "type": _KINDS.get(status, "internal_error"), "code": status}}
+def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """The JSON of an error; `code` names what happened, where a `Cause` does."""
+    return {"error": {"message": message, "type": _TYPES.get(status, "internal_error"), "code": code}}
 
 
 def body_of(error: BaseException) -> dict[str, Any]:
     """The JSON of an error that a leg ended with."""
-    return error_body(status_of(error), str(error) or type(error).__name__)
+    return error_body(status_of(error), str(error) or type(error).__name__, cause_of(error).value)
 
 
-def refuse(status: int, message: str) -> web.Response:
+def refuse(status: int, message: str, code: str | None = None) -> web.Response:
     """An error answer."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
-    return web.json_response(error_body(status, message), status=status, headers=headers)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
+    return web.json_response(error_body(status, message, code), status=status, headers=headers)
 
 
 def answer_error(error: BaseException) -> web.Response:
     """The answer to a request that failed before its first byte."""
-    return refuse(status_of(error), str(error) or type(error).__name__)
+    return refuse(status_of(error), str(error) or type(error).__name__, cause_of(error).value)
 
 
 @web.middleware

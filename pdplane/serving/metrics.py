@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdplane.api import Finished, Node
-from pdplane.errors import PdplaneError, RoomFailed
+from pdplane.errors import Cause, PdplaneError, RoomFailed
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -56,8 +55,8 @@ _QUEUES: Mapping[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
 }
 
 
-# Causes of a room that never met its peer.
-_UNMET = re.compile(r"rendezvous|did not register|no request came|no decode rank offered|refuses")
+# Causes of a request whose halves never met.
+_UNMET = {Cause.UNMATCHED, Cause.UNREACHABLE, Cause.REFUSED}
 
 
 class Metrics:
@@ -85,7 +84,7 @@ class Metrics:
     def failed_with(self, error: BaseException) -> None:
         """Count a request that the disaggregation failed; refusals of the request itself do not count."""
         if isinstance(error, RoomFailed):
-            (self._bootstrap_failed if _UNMET.search(error.cause) else self._transfer_failed).inc()
+            (self._bootstrap_failed if error.cause in _UNMET else self._transfer_failed).inc()
 
     def text(self) -> bytes:
         """The exposition text."""

@@ -421,7 +421,7 @@ def reason_of(future: Future[Any], default: str = "another rank failed it") -> s
     """Return why a room's future failed."""
     error = future.exception() if future.done() else None
     if isinstance(error, RoomFailed):
-        return error.cause
+        return error.text
     return str(error) if isinstance(error, PdplaneError) else default
 
 

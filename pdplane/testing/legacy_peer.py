@@ -26,7 +26,7 @@ import numpy.typing as npt
 import zmq
 
 from pdplane import wire
-from pdplane.errors import RoomFailed
+from pdplane.errors import Cause, RoomFailed
 from pdplane.ids import Endpoint, FieldId, Generation, GroupId, Rank, Room, SessionId, new_life
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import plan_block_copies, window_runs
@@ -183,7 +183,7 @@ class LegacyDecode:
                 self._heard.remove(status)
                 if status.code == FAILED or status.prefill_rank not in contact.expected:
                     self.close_window(room)
-                    raise RoomFailed(room, f"prefill rank {status.prefill_rank} said {status.code}")
+                    raise RoomFailed(room, Cause.PEER_FAILED, f"prefill rank {status.prefill_rank} said {status.code}")
                 arrived.append(status)
             if {status.prefill_rank for status in arrived} == contact.expected:
                 self.close_window(room)

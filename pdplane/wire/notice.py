@@ -2,7 +2,10 @@
 
     0  marker  `pdplane/1`; another number is another, incompatible grammar
     1  kind    ASCII word, one of the table below
-    2  body    JSON object of at most 64 KiB with the attributes of the kind's class; extra keys are ignored
+    2  body    JSON object of at most 64 KiB with the keys of the kind; extra keys are ignored
+
+`failed`, `cancel` and `refused` may have one key more: `what`, the name of a `Cause`. Without it, or with a value
+that we do not know, a peer has failed or refused for a reason that only people can read; its text decides nothing.
 
 No legacy message begins with the marker: their first frame is `None` or a decimal.
 """
@@ -10,10 +13,11 @@ No legacy message begins with the marker: their first frame is `None` or a decim
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import attrs
 
-from pdplane.errors import LocalProtocolError, WireError
+from pdplane.errors import Cause, LocalProtocolError, Why, WireError
 from pdplane.ids import MAX_ROOM
 from pdplane.messages import (
     Cancel,
@@ -34,7 +38,7 @@ from pdplane.wire.frames import MAX_SESSION
 
 NOTICE_MARKER = b"pdplane/1"
 MAX_BODY = 65_536
-MAX_CAUSE = 2048
+MAX_REASON = 2048
 MAX_FACTS = 64
 _FRAMES = 3
 
@@ -53,8 +57,8 @@ def _session(value: JsonValue) -> str:
     return value.text(MAX_SESSION)
 
 
-def _cause(value: JsonValue) -> str:
-    return value.text(MAX_CAUSE, low=0)
+def _text(value: JsonValue) -> str:
+    return value.text(MAX_REASON, low=0)
 
 
 def _room(value: JsonValue) -> int:
@@ -76,40 +80,56 @@ def _fingerprint(value: JsonValue) -> Fingerprint:
     return Fingerprint(_facts(value.member("required")), _facts(value.member("advisory")))
 
 
-_ROOM_ENDS: Mapping[str, Reader] = {"room": _room, "generation": _generation, "cause": _cause}
-_KINDS: Mapping[str, tuple[Callable[..., Notice], Mapping[str, Reader]]] = {
+_ROOM_ENDS: Mapping[str, Reader] = {"room": _room, "generation": _generation, "cause": _text}
+_KINDS: Mapping[str, tuple[type[Notice], Mapping[str, Reader]]] = {
     "hello": (Hello, {"version": _id, "life": _id, "fingerprint": _fingerprint}),
     "registered": (Registered, {"session": _session, "life": _id}),
-    "refused": (Refused, {"session": _session, "field": _cause, "ours": _cause, "theirs": _cause}),
+    "refused": (Refused, {"session": _session, "field": _text, "ours": _text, "theirs": _text}),
     "window": (Window, {"room": _room, "generation": _generation, "prompt_hash": _hash}),
     "unknown_session": (UnknownSession, {"room": _room, "session": _session}),
     "failed": (Failed, _ROOM_ENDS),
     "cancel": (Cancel, _ROOM_ENDS),
     "ping": (Ping, {"life": _id}),
-    "drain": (Drain, {"cause": _cause}),
+    "drain": (Drain, {"cause": _text}),
 }
 _NAMES = {kind: name for name, (kind, _) in _KINDS.items()}
-_FREE_TEXT = ("cause", "field", "ours", "theirs")
 
 
 def encode_notice(notice: Notice) -> list[bytes]:
-    """Return the three frames; free texts are cut to what a peer accepts.
-
-    Raises LocalProtocolError for any other value.
-    """
+    """Return the three frames, texts cut to what a peer accepts; LocalProtocolError for what no peer could read."""
     name = _NAMES.get(type(notice))
     if name is None:
         raise LocalProtocolError(f"{notice!r} is no notice")
-    body = attrs.asdict(notice)
-    for key in _FREE_TEXT:
-        if key in body:
-            body[key] = str(body[key]).encode("utf-8", "replace").decode("utf-8")[:MAX_CAUSE]
-    frames = [NOTICE_MARKER, name.encode("ascii"), write_json(body)]
+    keys = _keys(notice)
     try:
-        decode_notice(frames)  # what we cannot read ourselves, no peer can
-    except WireError as error:
-        raise LocalProtocolError(str(error)) from error
-    return frames
+        for key, read in _KINDS[name][1].items():
+            read(JsonValue(keys[key], f"{name}.{key}"))
+    except WireError as wrong:
+        raise LocalProtocolError(str(wrong)) from wrong
+    body = write_json(keys)
+    if len(body) > MAX_BODY:
+        raise LocalProtocolError(f"a {name} notice of {len(body)} bytes is longer than {MAX_BODY}")
+    return [NOTICE_MARKER, name.encode("ascii"), body]
+
+
+def _keys(notice: Notice) -> dict[str, Any]:
+    match notice:
+        case Failed(room, generation, why) | Cancel(room, generation, why):
+            return {"room": room, "generation": generation, "cause": _cut(why.text), "what": why.cause.value}
+        case Refused(session, field, ours, theirs, cause):
+            texts = {"field": _cut(field), "ours": _cut(ours), "theirs": _cut(theirs)}
+            return {"session": session, **texts, "what": cause.value}
+        case Drain(text):
+            return {"cause": _cut(text)}
+        case Hello(version, life, facts):
+            lists = {"required": list(map(list, facts.required)), "advisory": list(map(list, facts.advisory))}
+            return {"version": version, "life": life, "fingerprint": lists}
+        case _:
+            return attrs.asdict(notice)
+
+
+def _cut(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")[:MAX_REASON]
 
 
 def is_notice(frames: Sequence[bytes]) -> bool:
@@ -126,4 +146,14 @@ def decode_notice(frames: Sequence[bytes]) -> Notice:
         raise WireError("kind", f"unknown notice {name[:64]!a}")
     kind, readers = _KINDS[name]
     body = parse_json(frames[2], name, MAX_BODY)
-    return kind(**{key: read(body.member(key)) for key, read in readers.items()})
+    found = {key: read(body.member(key)) for key, read in readers.items()}
+    return _notice(kind, found, body.optional("what"))
+
+
+def _notice(kind: type[Notice], found: dict[str, Any], what: JsonValue | None) -> Notice:
+    word = what.json if what else None
+    if kind is Failed or kind is Cancel:
+        return kind(found["room"], found["generation"], Why(Cause.read(word, Cause.PEER_FAILED), found["cause"]))
+    if kind is Refused:
+        return Refused(**found, cause=Cause.read(word, Cause.REFUSED))
+    return Drain(found["cause"]) if kind is Drain else kind(**found)

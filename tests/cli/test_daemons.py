@@ -113,7 +113,7 @@ def test_a_signal_while_a_request_runs_drains_it() -> None:
         )
         assert _legs(prefill) == 1
         prefill.process.send_signal(signal.SIGTERM)
-        assert b" 504 " in client.recv(4096).split(b"\r\n")[0]
+        assert b" 503 " in client.recv(4096).split(b"\r\n")[0]
     assert prefill.process.wait(PATIENCE_S) == 0
     prefill.end()
 

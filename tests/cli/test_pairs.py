@@ -184,7 +184,7 @@ def test_200_requests_some_of_them_cancelled_leave_every_count_as_it_was(pair: P
     with ThreadPoolExecutor(8) as clients:
         codes = list(clients.map(one, range(200)))
     assert all(code == 200 for number, code in enumerate(codes) if number % 20 > 5), codes
-    assert set(codes[4::20] + codes[5::20]) <= {200, 502, 504}  # a leg may have been over before its peer left
+    assert set(codes[4::20] + codes[5::20]) <= {200, 502, 503}  # a leg may have been over before its peer left
     assert [settled(daemon, start) for daemon, start in zip(pair, starts, strict=True)] == [{}, {}]
     assert both(pair, prompts[199], 4).json["output_ids"] == reference([prompts[199]], 4)[0]
 
@@ -203,7 +203,7 @@ def test_a_killed_prefill_costs_its_rooms_and_nothing_else(pair: Pair) -> None:
         bootstrap = Endpoint.parse(doomed.ready["bootstrap"])
         doomed.process.send_signal(signal.SIGKILL)
         told = receive(waiting)
-        assert told.status in (502, 504)
+        assert told.status in (502, 503)
         assert "prefill" in told.json["error"]["message"]
         assert statistics(decode)["blocks"] == start["blocks"]
     with Daemon("prefill", *FLAGS, "--bootstrap-port", str(bootstrap.port)) as restarted:

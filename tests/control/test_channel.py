@@ -13,8 +13,8 @@ import zmq
 from pdplane import wire
 from pdplane.control.channels import Dealers, RouterChannel, open_context
 from pdplane.control.reactor import Reactor
-from pdplane.errors import ConfigError
-from pdplane.ids import Endpoint, Life, Rank, Room, SessionId, new_life
+from pdplane.errors import Cause, ConfigError, Why
+from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId, new_life
 from pdplane.kv.manifest import Manifest
 from pdplane.machine import actions, events
 from pdplane.messages import Drain, Failed, Ping, Status, StatusCode
@@ -213,7 +213,7 @@ def test_one_connection_a_prefill_rank(dealing: Dealing) -> None:
         assert one.identity != two.identity
         two.answer(wire.encode_status(status(5)))
         one.answer([b"nothing"])
-        one.answer(wire.encode_notice(Failed(Room(5), 1, "no")))  # type: ignore[arg-type]
+        one.answer(wire.encode_notice(Failed(Room(5), Generation(1), Why(Cause.PEER_FAILED, "no"))))
         until(lambda: len(dealing.machine.events) == 2)
         assert {event.channel for event in dealing.machine.events} == set(channels)  # type: ignore[union-attr]
         assert dealing.rejected == {"wire_frame_count": 1}
@@ -243,7 +243,7 @@ def test_an_address_that_is_none_is_an_event(dealing: Dealing) -> None:
     channel = channel_to(0)
     (broken,) = dealing.connect(channel, Endpoint("not a host", 1))
     assert isinstance(broken, events.ChannelBroken)
-    assert "not a host" in broken.cause
+    assert "not a host" in broken.why.text
     dealing.say(channel, actions.Tell(channel, Ping(channel.life)))
     assert dealing.rejected == {"undeliverable": 1}
 
@@ -258,7 +258,9 @@ def test_many_threads_send_through_one_reactor_and_frames_never_mix(dealing: Dea
         def send(name: int) -> None:
             for number in range(200):
                 room = name * 1000 + number
-                dealing.say(channel, actions.Tell(channel, Failed(Room(room), 1, str(room))))  # type: ignore[arg-type]
+                dealing.say(
+                    channel, actions.Tell(channel, Failed(Room(room), Generation(1), Why(Cause.PEER_FAILED, str(room))))
+                )
 
         def churn() -> None:
             while not over.is_set():
@@ -277,4 +279,4 @@ def test_many_threads_send_through_one_reactor_and_frames_never_mix(dealing: Dea
         assert {notice.room for notice in heard if isinstance(notice, Failed)} == {
             name * 1000 + number for name in range(8) for number in range(200)
         }
-        assert all(isinstance(notice, Failed) and notice.cause == str(notice.room) for notice in heard)
+        assert all(isinstance(notice, Failed) and notice.why.text == str(notice.room) for notice in heard)

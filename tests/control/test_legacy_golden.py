@@ -8,7 +8,7 @@ import pytest
 
 from pdplane import wire
 from pdplane.control.legacy import LegacyPrefillChannel, reply_host
-from pdplane.errors import WireError
+from pdplane.errors import Cause, Why, WireError
 from pdplane.ids import Life, Room
 from pdplane.machine import events
 from pdplane.machine.actions import PrefillAction, Send
@@ -43,7 +43,7 @@ class Played:
     def _begin(self, room: Room, status: int) -> None:
         self.machine.handle(events.PrefillRequested(room, 1, None, None), 0.0)
         if status in (0, 5):  # ended here; that it succeeded needs a peer, and the tombstone is the same
-            self.machine.handle(events.RoomCancelled(room, 1, "ended"), 0.0)
+            self.machine.handle(events.RoomCancelled(room, 1, Why(Cause.CANCELLED, "ended")), 0.0)
 
     def hear(self, message: list[str]) -> list[PrefillAction]:
         found: list[PrefillAction] = []

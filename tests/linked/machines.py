@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import attrs
 
+from pdplane.errors import Cause, Why
 from pdplane.ids import Endpoint, Life, Rank, Room, SessionId
 from pdplane.machine import events
 from pdplane.machine.decode import DecodeMachine
@@ -150,7 +151,7 @@ class LinkedMachines:
             events.PeerRank(Rank(end.rank), Endpoint("prefill", end.port), end.life) for end in self.prefills if end
         ]
         if len(ranks) < self.prefill_tp:
-            return events.PeerMissing(room, self.bootstrap, "no such prefill rank")
+            return events.PeerMissing(room, self.bootstrap, Why(Cause.UNREACHABLE, "no such prefill rank"))
         return events.PeerFound(room, self.bootstrap, 0, 1, self.prefill_layout, tuple(ranks))
 
     # ---- answers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from pdplane.errors import RoomFailed
+from pdplane.errors import Cause, RoomFailed, Why
 from pdplane.ids import Generation, Rank
 from pdplane.machine import actions, events
 from pdplane.machine.actions import Fail, Send, Windowed
@@ -25,14 +25,14 @@ def registered_prefill(tp_size: int = 1) -> PrefillWitness:
     return witness
 
 
-def told(cause: str, generation: int = 1, identity: bytes = ME) -> Send:
-    return Send(identity, Failed(ROOM, Generation(generation), cause))
+def told(cause: Cause, text: str, generation: int = 1, identity: bytes = ME) -> Send:
+    return Send(identity, Failed(ROOM, Generation(generation), Why(cause, text)))
 
 
 def seen(found: list[actions.PrefillAction]) -> list[object]:
-    """Actions with errors as (ticket, cause), since errors do not compare."""
+    """Actions with errors as (ticket, text), since errors do not compare."""
     return [
-        (a.ticket, a.error.cause if isinstance(a.error, RoomFailed) else str(a.error)) if isinstance(a, Fail) else a
+        (a.ticket, a.error.text if isinstance(a.error, RoomFailed) else str(a.error)) if isinstance(a, Fail) else a
         for a in found
     ]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
+from pdplane.errors import Cause, Why
 from pdplane.ids import Generation, Life, Rank, Room, SessionId
 from pdplane.machine import events
 from pdplane.messages import (
@@ -26,6 +27,7 @@ from tests.machine.witness import (
     CHANNEL,
     DECODE_LIFE,
     FOUND,
+    GONE,
     HELLO,
     LAYOUT,
     LEGACY,
@@ -114,8 +116,8 @@ PREFILL: Mapping[str, Callable[[PrefillWitness], object]] = {
     "push ended": lambda w: w.end_push(None),
     "push failed": lambda w: w.end_push("reset"),
     "finish": lambda w: w.handle(finish(_newest(w))),
-    "cancel": lambda w: w.handle(events.RoomCancelled(ROOM, _newest(w), "gone")),
-    "decode cancels": lambda w: w.handle(events.NoticeReceived(ME, Cancel(ROOM, Generation(1), "gone"))),
+    "cancel": lambda w: w.handle(events.RoomCancelled(ROOM, _newest(w), GONE)),
+    "decode cancels": lambda w: w.handle(events.NoticeReceived(ME, Cancel(ROOM, Generation(1), GONE))),
     "deadline": _deadline,
 }
 PREFILL_RARE: Mapping[str, Callable[[PrefillWitness], object]] = {
@@ -149,13 +151,13 @@ PREFILL_RARE: Mapping[str, Callable[[PrefillWitness], object]] = {
     "ping": lambda w: w.handle(events.NoticeReceived(ME, Ping(DECODE_LIFE))),
     "senseless notice": lambda w: w.handle(events.NoticeReceived(ME, Registered(SESSION, DECODE_LIFE))),
     "window alone": lambda w: w.handle(events.NoticeReceived(ME, Window(ROOM, Generation(3), ""))),
-    "stale cancel": lambda w: w.handle(events.NoticeReceived(ME, Cancel(ROOM, Generation(0), "gone"))),
+    "stale cancel": lambda w: w.handle(events.NoticeReceived(ME, Cancel(ROOM, Generation(0), GONE))),
     "taken back": lambda w: w.handle(
         events.NoticeReceived(ME, Window(ROOM, Generation(1), "hash")),
-        events.NoticeReceived(ME, Cancel(ROOM, Generation(1), "gone")),
+        events.NoticeReceived(ME, Cancel(ROOM, Generation(1), GONE)),
     ),
-    "foreign cancel": lambda w: w.handle(events.NoticeReceived(OTHER, Cancel(ROOM, Generation(1), "gone"))),
-    "stale ticket": lambda w: w.handle(events.RoomCancelled(ROOM, 99, "gone"), push(99), finish(99)),
+    "foreign cancel": lambda w: w.handle(events.NoticeReceived(OTHER, Cancel(ROOM, Generation(1), GONE))),
+    "stale ticket": lambda w: w.handle(events.RoomCancelled(ROOM, 99, GONE), push(99), finish(99)),
     "push to nobody": lambda w: w.handle(events.PushRequested(ROOM, _newest(w), {SessionId("x:1"): some_copies()})),
     "closing": lambda w: w.handle(events.Closing("bye")),
 }
@@ -180,7 +182,7 @@ def registered(life: Life = PREFILL_LIFE) -> events.NoticeFromPrefill:
 
 
 def failed(generation: int = 1) -> events.NoticeFromPrefill:
-    return events.NoticeFromPrefill(CHANNEL, Failed(ROOM, Generation(generation), "engine"))
+    return events.NoticeFromPrefill(CHANNEL, Failed(ROOM, Generation(generation), Why(Cause.PEER_FAILED, "engine")))
 
 
 def landed(nbytes: int | None = None, generation: int = 1, rank: int = 0) -> events.Landed:
@@ -204,7 +206,7 @@ def _next_want(witness: DecodeWitness) -> None:
 DECODE: Mapping[str, Callable[[DecodeWitness], object]] = {
     "request": _next_want,
     "found": lambda w: w.handle(FOUND),
-    "missing": lambda w: w.handle(events.PeerMissing(ROOM, BOOTSTRAP, "nobody")),
+    "missing": lambda w: w.handle(events.PeerMissing(ROOM, BOOTSTRAP, Why(Cause.UNREACHABLE, "nobody"))),
     "registered": lambda w: w.handle(registered()),
     "success": lambda w: w.handle(*success()),
     "stale success": lambda w: w.handle(*success(0)),
@@ -213,7 +215,7 @@ DECODE: Mapping[str, Callable[[DecodeWitness], object]] = {
     "failed status": lambda w: w.handle(status(StatusCode.FAILED)),
     "landed": lambda w: w.handle(landed()),
     "landed in part": lambda w: w.handle(landed(4)),
-    "cancel": lambda w: w.handle(events.RoomCancelled(ROOM, _newest(w), "gone")),
+    "cancel": lambda w: w.handle(events.RoomCancelled(ROOM, _newest(w), GONE)),
     "deadline": _deadline,
 }
 DECODE_RARE: Mapping[str, Callable[[DecodeWitness], object]] = {
@@ -234,13 +236,13 @@ DECODE_RARE: Mapping[str, Callable[[DecodeWitness], object]] = {
     "ping": lambda w: w.handle(events.NoticeFromPrefill(CHANNEL, Ping(PREFILL_LIFE))),
     "drain": lambda w: w.handle(events.NoticeFromPrefill(CHANNEL, Drain("bye"))),
     "senseless notice": lambda w: w.handle(events.NoticeFromPrefill(CHANNEL, HELLO)),
-    "channel broken": lambda w: w.handle(events.ChannelBroken(CHANNEL, "no such host")),
+    "channel broken": lambda w: w.handle(events.ChannelBroken(CHANNEL, Why(Cause.UNREACHABLE, "no such host"))),
     "writer cut": lambda w: w.handle(events.WriterCut(PREFILL_LIFE, "reset")),
     "stranger cut": lambda w: w.handle(events.WriterCut(NEW_LIFE, "reset")),
     "restarted": lambda w: w.handle(found_life(NEW_LIFE)),
     "incomplete instance": lambda w: w.handle(events.PeerFound(ROOM, BOOTSTRAP, 0, 1, LAYOUT, ())),
-    "declined": lambda w: w.handle(events.DecodeDeclined(ROOM, 99, BOOTSTRAP, "hash", "busy")),
+    "declined": lambda w: w.handle(events.DecodeDeclined(ROOM, 99, BOOTSTRAP, "hash", Why(Cause.FULL, "busy"))),
     "other room found": lambda w: w.handle(events.PeerFound(Room(8), BOOTSTRAP, 0, 1, LAYOUT, FOUND.ranks)),
-    "stale ticket": lambda w: w.handle(events.RoomCancelled(ROOM, 99, "gone")),
+    "stale ticket": lambda w: w.handle(events.RoomCancelled(ROOM, 99, GONE)),
     "closing": lambda w: w.handle(events.Closing("bye")),
 }

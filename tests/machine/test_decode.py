@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from pdplane.errors import RoomFailed
+from pdplane.errors import Cause, RoomFailed, Why
 from pdplane.ids import Endpoint, Generation, Rank, Room
 from pdplane.machine import actions, events
 from pdplane.machine.actions import CloseWindow, Connect, Deliver, Delivered, Disconnect, Fail, LookUp, Offer, Tell
@@ -26,6 +26,7 @@ from tests.machine.witness import (
     BOOTSTRAP,
     CHANNEL,
     FOUND,
+    GONE,
     HELLO,
     LAYOUT,
     PREFILL_LIFE,
@@ -50,18 +51,18 @@ def opened(generation: int = 1, room: Room = ROOM) -> list[actions.DecodeAction]
     ]
 
 
-def broken(cause: str, generation: int = 1) -> list[object]:
+def broken(cause: Cause, text: str, generation: int = 1) -> list[object]:
     return [
         CloseWindow(ROOM, Generation(generation)),
-        Tell(CHANNEL, Cancel(ROOM, Generation(generation), cause)),
-        (generation, cause),
+        Tell(CHANNEL, Cancel(ROOM, Generation(generation), Why(cause, text))),
+        (generation, text),
     ]
 
 
 def seen(found: list[actions.DecodeAction]) -> list[object]:
-    """Actions with errors as (ticket, cause), since errors do not compare."""
+    """Actions with errors as (ticket, text), since errors do not compare."""
     return [
-        (a.ticket, a.error.cause if isinstance(a.error, RoomFailed) else str(a.error)) if isinstance(a, Fail) else a
+        (a.ticket, a.error.text if isinstance(a.error, RoomFailed) else str(a.error)) if isinstance(a, Fail) else a
         for a in found
     ]
 
@@ -111,23 +112,23 @@ def test_too_few_bytes_are_never_delivered(decode: DecodeWitness, nbytes: int) -
 
 
 def test_too_many_bytes_fail_the_room(decode: DecodeWitness) -> None:
-    cause = "prefill rank 0 sent more bytes than the manifest holds"
-    assert seen(decode.handle(landed(whole(manifest()) + 1))) == broken(cause)
+    text = "prefill rank 0 sent more bytes than the manifest holds"
+    assert seen(decode.handle(landed(whole(manifest()) + 1))) == broken(Cause.PEER_FAILED, text)
 
 
 @pytest.mark.parametrize(
-    ("ending", "cause"),
+    ("ending", "cause", "text"),
     [
-        (failed(), "prefill: engine"),
-        (status(StatusCode.FAILED), "prefill rank 0 failed it"),
-        (events.RoomCancelled(ROOM, 1, "the client left"), "the client left"),
-        (events.Closing("bye"), "bye"),
+        (failed(), Cause.PEER_FAILED, "prefill: engine"),
+        (status(StatusCode.FAILED), Cause.PEER_FAILED, "prefill rank 0 failed it"),
+        (events.RoomCancelled(ROOM, 1, GONE), Cause.CANCELLED, "gone"),
+        (events.Closing("bye"), Cause.CLOSING, "bye"),
     ],
 )
 def test_what_breaks_a_room_closes_its_window_first(
-    decode: DecodeWitness, ending: events.DecodeEvent, cause: str
+    decode: DecodeWitness, ending: events.DecodeEvent, cause: Cause, text: str
 ) -> None:
-    assert seen(decode.handle(ending)) == broken(cause)
+    assert seen(decode.handle(ending)) == broken(cause, text)
     assert decode.handle(landed(), *success()) == []  # it revives nothing
     decode.drain()
 
@@ -141,7 +142,9 @@ def test_failed_is_final_before_ready_and_nothing_after_it(decode: DecodeWitness
 
 
 def test_a_success_without_token_fails_the_room(decode: DecodeWitness) -> None:
-    assert seen(decode.handle(landed(), *success(token=-1))) == broken("no prefill rank sent a first token")
+    assert seen(decode.handle(landed(), *success(token=-1))) == broken(
+        Cause.PEER_FAILED, "no prefill rank sent a first token"
+    )
 
 
 def test_a_live_room_is_refused_and_the_first_one_ends_well(decode: DecodeWitness) -> None:
@@ -183,7 +186,7 @@ def test_a_prefill_cannot_fail_the_room_of_another(decode: DecodeWitness) -> Non
     )
     decode.handle(events.DecodeRequested(Room(8), 2, elsewhere, manifest(), "hash"), other)
     said = [
-        events.NoticeFromPrefill(channel, Failed(ROOM, Generation(1), "x")),
+        events.NoticeFromPrefill(channel, Failed(ROOM, Generation(1), Why(Cause.PEER_FAILED, "x"))),
         events.StatusFromPrefill(channel, Status(ROOM, StatusCode.FAILED, Rank(0))),
     ]
     assert decode.handle(*said) == []
@@ -193,8 +196,8 @@ def test_a_prefill_cannot_fail_the_room_of_another(decode: DecodeWitness) -> Non
 def test_an_answer_about_another_rendezvous_changes_nothing() -> None:
     decode = DecodeWitness()
     decode.handle(want())
-    assert decode.handle(events.PeerMissing(ROOM, Endpoint("elsewhere", 8998), "nobody")) == []
-    assert seen(decode.handle(events.PeerMissing(ROOM, BOOTSTRAP, "nobody"))) == [(1, "nobody")]
+    assert decode.handle(events.PeerMissing(ROOM, Endpoint("elsewhere", 8998), Why(Cause.UNREACHABLE, "nobody"))) == []
+    assert seen(decode.handle(events.PeerMissing(ROOM, BOOTSTRAP, Why(Cause.UNREACHABLE, "nobody")))) == [(1, "nobody")]
 
 
 # ---- peers
@@ -213,7 +216,7 @@ def test_an_unlike_layout_or_half_an_instance_is_refused_by_name() -> None:
 def test_a_refused_decode_tells_its_callers_the_field(decode: DecodeWitness) -> None:
     refused = events.NoticeFromPrefill(CHANNEL, Refused(SESSION, "dtype", "f32", "f16"))
     cause = "prefill refuses this decode: dtype differs: prefill has f32, this decode has f16"
-    assert seen(decode.handle(refused)) == [*broken(cause), Disconnect(CHANNEL)]
+    assert seen(decode.handle(refused)) == [*broken(Cause.REFUSED, cause), Disconnect(CHANNEL)]
 
 
 def test_an_unknown_session_registers_once_more_and_offers_again(decode: DecodeWitness) -> None:
@@ -235,7 +238,7 @@ def test_a_restarted_prefill_is_found_by_the_cut_data_connection(decode: DecodeW
     assert decode.handle(events.WriterCut(PREFILL_LIFE, "reset")) == [LookUp(BOOTSTRAP, Room(0))]
     assert decode.handle(events.WriterCut(PREFILL_LIFE, "reset")) == []
     answer = attrs.evolve(found_life(NEW_LIFE), room=Room(0))
-    assert seen(decode.handle(answer)) == [*broken("prefill restarted"), Disconnect(CHANNEL)]
+    assert seen(decode.handle(answer)) == [*broken(Cause.PEER_LOST, "prefill restarted"), Disconnect(CHANNEL)]
     assert decode.handle(want(2)) == [LookUp(BOOTSTRAP, ROOM)]
     assert decode.handle(found_life(NEW_LIFE))[0] == Connect(attrs.evolve(CHANNEL, life=NEW_LIFE), ENDPOINT)
 
@@ -247,8 +250,11 @@ def test_a_cut_alone_harms_nothing_while_the_life_is_in_service(decode: DecodeWi
 
 def test_a_prefill_that_is_gone_fails_its_rooms_at_once(decode: DecodeWitness) -> None:
     decode.handle(events.WriterCut(PREFILL_LIFE, "reset"))
-    gone = events.PeerMissing(Room(0), BOOTSTRAP, "connection refused")
-    assert seen(decode.handle(gone)) == [*broken("prefill is gone: connection refused"), Disconnect(CHANNEL)]
+    gone = events.PeerMissing(Room(0), BOOTSTRAP, Why(Cause.UNREACHABLE, "connection refused"))
+    assert seen(decode.handle(gone)) == [
+        *broken(Cause.PEER_LOST, "prefill is gone: connection refused"),
+        Disconnect(CHANNEL),
+    ]
 
 
 def test_a_silent_prefill_is_lost_after_three_pings(decode: DecodeWitness) -> None:
@@ -258,7 +264,7 @@ def test_a_silent_prefill_is_lost_after_three_pings(decode: DecodeWitness) -> No
         assert decode.handle(events.Tick()) == [Tell(CHANNEL, Ping(HELLO.life))]
     decode.now = 6.0
     cause = f"prefill at {BOOTSTRAP} fell silent for 6 s"
-    assert seen(decode.handle(events.Tick())) == [*broken(cause), Disconnect(CHANNEL)]
+    assert seen(decode.handle(events.Tick())) == [*broken(Cause.PEER_LOST, cause), Disconnect(CHANNEL)]
     assert decode.machine.counts().sessions == {"peers": 0, "sessions": 0}
 
 
@@ -300,7 +306,7 @@ def test_a_waiting_room_names_what_is_missing(decode: DecodeWitness) -> None:
         found = found if decode.ended else decode.handle(events.Tick())
     assert decode.now == 300.0
     missing = "no Success from prefill ranks [0], bytes missing from prefill ranks [0]"
-    assert seen(found)[:3] == broken(f"timed out after 300.0 s: {missing}")
+    assert seen(found)[:3] == broken(Cause.TIMED_OUT, f"timed out after 300.0 s: {missing}")
 
 
 def test_rooms_are_bounded_and_closing_takes_no_new_one() -> None:
@@ -316,14 +322,14 @@ def test_rooms_are_bounded_and_closing_takes_no_new_one() -> None:
 
 
 def declined(bootstrap: Endpoint = BOOTSTRAP, room: Room = ROOM) -> events.DecodeDeclined:
-    return events.DecodeDeclined(room, 9, bootstrap, "hash", "busy")
+    return events.DecodeDeclined(room, 9, bootstrap, "hash", Why(Cause.FULL, "busy"))
 
 
 def test_prefill_is_told_of_a_room_that_gets_no_blocks(decode: DecodeWitness) -> None:
-    decode.handle(events.RoomCancelled(ROOM, 1, "over"))
+    decode.handle(events.RoomCancelled(ROOM, 1, Why(Cause.CANCELLED, "over")))
     assert decode.handle(declined()) == [
         Tell(CHANNEL, Window(ROOM, Generation(9), "hash")),
-        Tell(CHANNEL, Cancel(ROOM, Generation(9), "busy")),
+        Tell(CHANNEL, Cancel(ROOM, Generation(9), Why(Cause.FULL, "busy"))),
     ]
     assert decode.machine.counts().rooms == {}
 
@@ -334,7 +340,7 @@ def test_prefill_is_told_of_a_room_that_the_machine_refuses() -> None:
     assert seen(decode.handle(want(2, Room(8)))) == [
         (2, "too many live rooms"),
         Tell(CHANNEL, Window(Room(8), Generation(2), "hash")),
-        Tell(CHANNEL, Cancel(Room(8), Generation(2), "too many live rooms")),
+        Tell(CHANNEL, Cancel(Room(8), Generation(2), Why(Cause.FULL, "too many live rooms"))),
     ]
 
 
@@ -348,5 +354,5 @@ def test_nobody_is_told_whom_it_does_not_concern(decode: DecodeWitness) -> None:
 def test_a_rank_that_does_not_know_us_yet_is_told_nothing() -> None:
     decode = DecodeWitness()
     decode.handle(want(), FOUND)  # introduced, not registered yet
-    cancelled = events.RoomCancelled(ROOM, 1, "gone")
+    cancelled = events.RoomCancelled(ROOM, 1, GONE)
     assert seen(decode.handle(cancelled)) == [(1, "gone")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from pdplane.errors import Cause, Why
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.layout import Layout
 from pdplane.machine import actions, events
@@ -12,7 +13,7 @@ from pdplane.machine.actions import Fail, Release, Send
 from pdplane.machine.decode import DecodeMachine
 from pdplane.machine.settings import DecodeSettings, PrefillSettings
 from pdplane.messages import Fingerprint, Refused, Registered, Status, StatusCode
-from tests.machine.witness import BOOTSTRAP, DECODE_LIFE, LAYOUT, REGISTRATION, PrefillWitness, manifest
+from tests.machine.witness import BOOTSTRAP, DECODE_LIFE, GONE, LAYOUT, REGISTRATION, PrefillWitness, manifest
 
 LEGACY = events.legacy_identity(REGISTRATION.route)
 ROOM = Room(7)
@@ -175,14 +176,14 @@ def test_each_word_begins_the_time_anew() -> None:
 def test_a_lost_peers_success_still_counts() -> None:
     decode = Decode()
     decode.offer()
-    assert fails(decode.handle(events.ChannelBroken(CHANNEL, "restarted"))) == [True]
+    assert fails(decode.handle(events.ChannelBroken(CHANNEL, Why(Cause.UNREACHABLE, "restarted")))) == [True]
     assert decode.status(StatusCode.SUCCESS) == [Release(ROOM, 1)]
 
 
 def test_a_room_without_an_offer_has_nothing_to_keep() -> None:
     decode = Decode()
     decode.handle(events.DecodeRequested(ROOM, 1, BOOTSTRAP, manifest(), ""))
-    assert fails(decode.handle(events.RoomCancelled(ROOM, 1, "gone"))) == [False]
+    assert fails(decode.handle(events.RoomCancelled(ROOM, 1, GONE))) == [False]
     assert fails(decode.handle(events.DecodeRequested(ROOM, 2, BOOTSTRAP, manifest(), ""))) == []
 
 
@@ -212,7 +213,7 @@ def test_a_one_sided_transport_keeps_the_blocks_of_native_rooms_too() -> None:
     peer = events.PeerFound(ROOM, BOOTSTRAP, 0, 1, LAYOUT, (events.PeerRank(Rank(0), HERE, life),))
     decode.handle(events.DecodeRequested(ROOM, 1, BOOTSTRAP, manifest(), ""), peer)
     decode.handle(events.NoticeFromPrefill(channel, Registered(REGISTRATION.session, life)))
-    assert fails(decode.handle(events.RoomCancelled(ROOM, 1, "gone"))) == [True]
+    assert fails(decode.handle(events.RoomCancelled(ROOM, 1, GONE))) == [True]
 
 
 def test_a_new_address_is_a_new_life() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from pdplane.errors import Cause, Why
 from pdplane.ids import Generation, Life, Rank, Room, SessionId
 from pdplane.machine import actions, events
 from pdplane.machine.actions import CancelPush, OpenData, Release, Send, Succeed, Windowed
@@ -15,6 +16,7 @@ from tests.machine.asked import FAILED, SUCCESS, registered_prefill, seen, told,
 from tests.machine.said import NEW_LIFE, ROOM, finish, hello, offer, push, registration, request
 from tests.machine.witness import (
     DECODE_LIFE,
+    GONE,
     ME,
     OTHER,
     PREFILL_LIFE,
@@ -62,7 +64,7 @@ def test_a_failed_push_fails_the_room_and_holds_the_blocks_until_the_others_end(
     prefill.handle(request(), *offer(), push(), push(), finish())
     cause = f"push to {SESSION} failed: reset"
     assert seen(prefill.end_push("reset")) == [
-        told(cause),
+        told(Cause.TRANSFER, cause),
         CancelPush(SESSION, DECODE_LIFE, ROOM, Generation(1)),
         (1, cause),
     ]
@@ -71,7 +73,7 @@ def test_a_failed_push_fails_the_room_and_holds_the_blocks_until_the_others_end(
 
 
 def test_the_number_of_a_failed_room_is_free_while_its_last_push_still_reads(prefill: PrefillWitness) -> None:
-    prefill.handle(request(1), *offer(1), push(1), events.RoomCancelled(ROOM, 1, "gone"))
+    prefill.handle(request(1), *offer(1), push(1), events.RoomCancelled(ROOM, 1, GONE))
     assert prefill.machine.counts().rooms == {"failing": 1}
     assert prefill.handle(request(2)) == []
     assert prefill.handle(*offer(2)) == [windowed(2, 2)]
@@ -87,7 +89,7 @@ def test_a_live_room_is_refused_and_the_first_one_ends_well(prefill: PrefillWitn
     assert prefill.handle(finish(1))[-2:] == [Succeed(ROOM, 1), Release(ROOM, 1)]
 
 
-@pytest.mark.parametrize("end", [finish(1), events.RoomCancelled(ROOM, 1, "gone")])
+@pytest.mark.parametrize("end", [finish(1), events.RoomCancelled(ROOM, 1, GONE)])
 def test_an_ended_room_is_reusable_at_once_fifty_times(
     prefill: PrefillWitness, end: events.RoomFinished | events.RoomCancelled
 ) -> None:
@@ -101,10 +103,10 @@ def test_an_ended_room_is_reusable_at_once_fifty_times(
 def test_decode_cancels_its_own_use_and_no_other(prefill: PrefillWitness) -> None:
     prefill.handle(request(), *offer(5))
     for identity, generation in ((ME, 4), (OTHER, 5)):
-        assert prefill.handle(events.NoticeReceived(identity, Cancel(ROOM, Generation(generation), "x"))) == []
+        assert prefill.handle(events.NoticeReceived(identity, Cancel(ROOM, Generation(generation), GONE))) == []
     cause = "cancelled by decode: the client left"
-    cancel = events.NoticeReceived(ME, Cancel(ROOM, Generation(5), "the client left"))
-    assert seen(prefill.handle(cancel)) == [told(cause, 5), (1, cause), Release(ROOM, 1)]
+    cancel = events.NoticeReceived(ME, Cancel(ROOM, Generation(5), Why(Cause.CANCELLED, "the client left")))
+    assert seen(prefill.handle(cancel)) == [told(Cause.CANCELLED, cause, 5), (1, cause), Release(ROOM, 1)]
 
 
 def test_callers_mistakes_fail_their_room(prefill: PrefillWitness) -> None:
@@ -122,7 +124,11 @@ def test_callers_mistakes_fail_their_room(prefill: PrefillWitness) -> None:
 
 def test_another_prompt_fails_the_room_while_it_waits_and_only_the_newcomer_later(prefill: PrefillWitness) -> None:
     cause = "prompt_len differs: ours 6, decode's 7"
-    assert seen(prefill.handle(request(), *offer(1, prompt_len=7))) == [told(cause), (1, cause), Release(ROOM, 1)]
+    assert seen(prefill.handle(request(), *offer(1, prompt_len=7))) == [
+        told(Cause.REFUSED, cause),
+        (1, cause),
+        Release(ROOM, 1),
+    ]
     prefill.handle(hello(OTHER, NEW_LIFE))
     prefill.handle(request(2), *offer(2))
     assert prefill.handle(*offer(1, identity=OTHER)) == [Send(OTHER, UnknownSession(ROOM, SESSION))]
@@ -132,14 +138,14 @@ def test_another_prompt_fails_the_room_while_it_waits_and_only_the_newcomer_late
 def test_the_hash_of_the_prompt_must_agree(prefill: PrefillWitness) -> None:
     prefill.handle(events.PrefillRequested(ROOM, 1, 6, "another hash"))
     cause = "the prompt's tokens differ from decode's"
-    assert seen(prefill.handle(*offer())) == [told(cause), (1, cause), Release(ROOM, 1)]
+    assert seen(prefill.handle(*offer())) == [told(Cause.REFUSED, cause), (1, cause), Release(ROOM, 1)]
 
 
 def test_an_unusable_manifest_fails_the_room_at_once(prefill: PrefillWitness) -> None:
     prefill.handle(request())
     bad = events.PreallocationRejected(ME, ROOM, SESSION, "no JSON")
     assert seen(prefill.handle(events.NoticeReceived(ME, Window(ROOM, Generation(1), "")), bad)) == [
-        told("no JSON"),
+        told(Cause.REFUSED, "no JSON"),
         (1, "decode's offer is unusable: no JSON"),
         Release(ROOM, 1),
     ]
@@ -158,7 +164,7 @@ def test_a_manifest_that_does_not_fit_decodes_own_layout_is_never_written_to(
     answer = seen(prefill.handle(events.PreallocationReceived(ME, ROOM, SESSION, bad)))
     assert isinstance(answer[0], Send)
     assert isinstance(answer[0].message, Failed)
-    assert reason in answer[0].message.cause
+    assert reason in answer[0].message.why.text
     assert answer[2:] == [Release(ROOM, 1)]
 
 
@@ -171,14 +177,14 @@ def test_a_stranger_cannot_harm_a_room(prefill: PrefillWitness) -> None:
 
 def test_a_native_offer_needs_its_window(prefill: PrefillWitness) -> None:
     prefill.handle(request())
-    assert prefill.handle(*offer(0)) == [told("no window notice came before the offer", 0)]
+    assert prefill.handle(*offer(0)) == [told(Cause.REFUSED, "no window notice came before the offer", 0)]
     assert prefill.machine.counts().rooms == {"opened": 1}
 
 
 def test_a_newer_offer_of_the_same_decode_rank_ends_the_older_use(prefill: PrefillWitness) -> None:
     prefill.handle(request(), *offer(1))
     cause = "decode offered the room again"
-    assert seen(prefill.handle(*offer(2))) == [told(cause), (1, cause), Release(ROOM, 1)]
+    assert seen(prefill.handle(*offer(2))) == [told(Cause.CANCELLED, cause), (1, cause), Release(ROOM, 1)]
     assert prefill.handle(request(2)) == [windowed(2, 2)]
     assert prefill.handle(*offer(1)) == []  # late: it revives nothing
     assert prefill.machine.counts().rooms == {"windowed": 1}
@@ -188,9 +194,9 @@ def test_a_newer_offer_of_the_same_decode_rank_ends_the_older_use(prefill: Prefi
 
 
 def test_an_offer_of_a_room_that_had_failed_is_told_so(prefill: PrefillWitness) -> None:
-    prefill.handle(request(), events.RoomCancelled(ROOM, 1, "gone"))
-    assert prefill.handle(*offer(1)) == [told("gone")]
-    assert prefill.handle(*offer(1)) == [told("gone")]
+    prefill.handle(request(), events.RoomCancelled(ROOM, 1, GONE))
+    assert prefill.handle(*offer(1)) == [told(Cause.CANCELLED, "gone")]
+    assert prefill.handle(*offer(1)) == [told(Cause.CANCELLED, "gone")]
     assert prefill.handle(*offer(2)) == []  # the next use, waiting for its request
     assert prefill.machine.counts().rooms == {"early": 1}
 
@@ -232,7 +238,7 @@ def test_an_orphan_offer_expires_and_decode_is_told(prefill: PrefillWitness) -> 
         prefill.now = prefill.wake
         found = prefill.handle(ping)
     assert prefill.now == 120.0
-    assert found == [Send(ME, Ping(PREFILL_LIFE)), told("no request came for this room in 120 s")]
+    assert found == [Send(ME, Ping(PREFILL_LIFE)), told(Cause.UNMATCHED, "no request came for this room in 120 s")]
 
 
 @pytest.mark.parametrize(
@@ -269,12 +275,12 @@ def test_closing_ends_every_room_and_takes_no_new_one(prefill: PrefillWitness) -
     prefill.handle(request(), *offer())
     assert seen(prefill.handle(events.Closing("bye"))) == [
         Send(ME, Drain("bye")),
-        told("bye"),
+        told(Cause.CLOSING, "bye"),
         (1, "bye"),
         Release(ROOM, 1),
     ]
     assert seen(prefill.handle(request(2))) == [(2, "bye"), Release(ROOM, 2)]
-    assert prefill.handle(*offer(2)) == [told("bye", 2)]
+    assert prefill.handle(*offer(2)) == [told(Cause.CLOSING, "bye", 2)]
 
 
 @pytest.mark.parametrize("offers", [10_000, pytest.param(200_000, marks=pytest.mark.slow)])
@@ -293,7 +299,7 @@ def test_orphan_offers_do_not_grow_the_tables(offers: int) -> None:
 def test_malformed_offers_and_cancelled_rooms_leave_nothing(prefill: PrefillWitness) -> None:
     for number in range(5000):
         prefill.machine.handle(events.PreallocationRejected(RAW, Room(number), SESSION, "no JSON"), 0.0)
-        prefill.handle(request(1 + number, Room(number)), events.RoomCancelled(Room(number), 1 + number, "gone"))
+        prefill.handle(request(1 + number, Room(number)), events.RoomCancelled(Room(number), 1 + number, GONE))
     assert prefill.machine.counts().rooms == {}
     assert prefill.handle(request(9999, Room(3)), *offer(1, room=Room(3)))[-1] == attrs.evolve(
         windowed(9999), room=Room(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdplane.errors import Cause
 from pdplane.ids import Generation
 from pdplane.machine import events
 from pdplane.machine.actions import CancelPush, CloseData, OpenData, Release, Send
@@ -45,7 +46,7 @@ def test_a_session_is_refused_when_another_life_or_nobody_answers() -> None:
     ]
     prefill.handle(registration())
     assert prefill.handle(events.DataLost(SESSION, DECODE_LIFE, "connection refused")) == [
-        Send(ME, Refused(SESSION, "data address", "reachable", "connection refused"))
+        Send(ME, Refused(SESSION, "data address", "reachable", "connection refused", Cause.UNREACHABLE))
     ]
 
 
@@ -72,7 +73,7 @@ def test_a_restarted_decode_takes_its_address_over_and_its_rooms_fail(prefill: P
     assert seen(prefill.handle(connected(NEW_LIFE))) == [
         CloseData(SESSION, DECODE_LIFE),
         Send(OTHER, Registered(SESSION, PREFILL_LIFE)),
-        told(cause),
+        told(Cause.PEER_LOST, cause),
         CancelPush(SESSION, DECODE_LIFE, ROOM, Generation(1)),
         (1, cause),
     ]

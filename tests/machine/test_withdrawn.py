@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from pdplane.errors import Cause, Why
 from pdplane.ids import Generation, Life, Room, SessionId
 from pdplane.machine import actions, events
 from pdplane.machine.actions import Release, Succeed, Windowed
@@ -14,6 +15,7 @@ from tests.machine.asked import registered_prefill, seen, told, windowed
 from tests.machine.said import NEW_LIFE, ROOM, connected, finish, hello, offer, registration, request
 from tests.machine.witness import (
     DECODE_LIFE,
+    GONE,
     LAYOUT,
     LEGACY,
     ME,
@@ -33,7 +35,9 @@ def prefill() -> PrefillWitness:
 
 
 def cancel(generation: int = 1, identity: bytes = ME) -> events.NoticeReceived:
-    return events.NoticeReceived(identity, Cancel(ROOM, Generation(generation), "the client left"))
+    return events.NoticeReceived(
+        identity, Cancel(ROOM, Generation(generation), Why(Cause.CANCELLED, "the client left"))
+    )
 
 
 def stranger(life: Life = NEW_LIFE) -> list[events.PrefillEvent]:
@@ -123,7 +127,7 @@ def test_a_cancel_that_proves_no_part_harms_nobody(prefill: PrefillWitness, word
     prefill.handle(*word)
     assert prefill.machine.counts().rooms == {"opened": 1}
     prefill.handle(*word[-2:])
-    prefill.handle(events.RoomCancelled(ROOM, 1, "gone"), request(2))
+    prefill.handle(events.RoomCancelled(ROOM, 1, GONE), request(2))
     assert after_the_grace(prefill) == []  # nor is there a tombstone of it
 
 
@@ -172,13 +176,13 @@ def test_what_is_remembered_of_a_legacy_room_stays() -> None:
 def test_a_cancel_takes_no_other_rooms_notice(prefill: PrefillWitness) -> None:
     prefill.handle(request())
     notice, sent = offer(3)
-    other = events.NoticeReceived(ME, Cancel(Room(8), Generation(2), "gone"))
+    other = events.NoticeReceived(ME, Cancel(Room(8), Generation(2), GONE))
     assert isinstance(prefill.handle(notice, other, sent)[0], Windowed)
 
 
 def test_a_use_that_failed_here_first_is_not_mistaken_for_a_new_one(prefill: PrefillWitness) -> None:
     """Prefill cancels, decode has not offered yet and cancels too: the number's next request has its usual time."""
-    prefill.handle(request(1), events.RoomCancelled(ROOM, 1, "gone"), *announced())
+    prefill.handle(request(1), events.RoomCancelled(ROOM, 1, GONE), *announced())
     prefill.handle(request(2))
     assert after_the_grace(prefill) == []
     assert prefill.handle(*offer(2)) == [windowed(2, 2)]
@@ -187,7 +191,7 @@ def test_a_use_that_failed_here_first_is_not_mistaken_for_a_new_one(prefill: Pre
 def test_the_late_offer_of_a_use_that_ended_in_the_grace_is_told(prefill: PrefillWitness) -> None:
     prefill.handle(*offer(1), cancel(1), request())
     after_the_grace(prefill)
-    assert prefill.handle(*offer(1)) == [told(CAUSE, 1)]
+    assert prefill.handle(*offer(1)) == [told(Cause.CANCELLED, CAUSE, 1)]
 
 
 def test_a_short_bootstrap_timeout_bounds_the_grace() -> None:
@@ -200,7 +204,7 @@ def test_withdrawn_uses_do_not_grow_the_tables(prefill: PrefillWitness) -> None:
     for number in range(70_000):
         notice = Window(Room(number), Generation(1 + number), "hash")
         prefill.machine.handle(events.NoticeReceived(ME, notice), 0.0)
-        word = Cancel(Room(number), Generation(1 + number), "gone")
+        word = Cancel(Room(number), Generation(1 + number), GONE)
         prefill.machine.handle(events.NoticeReceived(ME, word), 0.0)
     counts = prefill.machine.counts()
     assert (counts.rooms, counts.tombstones) == ({}, 65536)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pdplane.errors import LocalProtocolError
+from pdplane.errors import Cause, LocalProtocolError, Why
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.copies import Copies
 from pdplane.kv.manifest import Manifest, ManifestGroup
@@ -30,6 +30,7 @@ CHANNEL = events.Channel(BOOTSTRAP, Rank(0), PREFILL_LIFE)
 FOUND = events.PeerFound(
     Room(7), BOOTSTRAP, 0, 1, LAYOUT, (events.PeerRank(Rank(0), Endpoint("prefill", 4001), PREFILL_LIFE),)
 )
+GONE = Why(Cause.CANCELLED, "gone")
 _MUCH_TIME_S = 5000.0
 
 
@@ -98,7 +99,7 @@ class PrefillWitness:
                 self.asked[ticket] += 1
             case events.RoomFinished(_, ticket):
                 self._finished.add(ticket)
-            case events.PushEnded(push=push, cause=cause) if push in self.outstanding:
+            case events.PushEnded(push=push, text=cause) if push in self.outstanding:
                 _, ticket = self.outstanding.pop(push)
                 if cause is not None:
                     self._spoiled.add(ticket)
@@ -183,7 +184,7 @@ class DecodeWitness:
             self.now = self.wake
             for action in self.handle(events.Tick()):
                 if isinstance(action, actions.LookUp):
-                    self.handle(events.PeerMissing(action.room, action.bootstrap, "no answer"))
+                    self.handle(events.PeerMissing(action.room, action.bootstrap, Why(Cause.UNREACHABLE, "no answer")))
         counts = self.machine.counts()
         assert (counts.rooms, counts.tombstones) == ({}, 0)
         assert set(counts.sessions.values()) == {0}

@@ -85,7 +85,7 @@ class Call:
             if leg is not None:
                 error = leg.done.exception(PATIENCE_S)
                 assert isinstance(error, RoomFailed), error
-                found.add(error.cause)
+                found.add(error.text)
         return found
 
     def is_right(self, options: ToyOptions) -> bool:

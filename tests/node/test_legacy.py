@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from pdplane.api import PrefillRequest
-from pdplane.errors import LocalProtocolError, RoomFailed
+from pdplane.errors import Cause, LocalProtocolError, RoomFailed
 from pdplane.ids import Room
 from pdplane.kv.arena import Pool
 from pdplane.kv.manifest import blocks_behind, blocks_needed
-from pdplane.serving.errors import status_of
 from pdplane.testing.legacy_peer import FAILED, SUCCESS, LegacyDecode, LegacyPrefill, LegacyRendezvous
 from pdplane.toy.engine import ToyPrefillEngine
 from pdplane.toy.model import toy_answer
@@ -64,7 +63,7 @@ def test_blocks_come_back_when_the_writer_has_said_so(daemons: Daemons, http: Le
     again = call(None, decode, PROMPT, at=http.endpoint, room=asked.decode.number)
     with pytest.raises(LocalProtocolError, match="may still be written to") as caught:
         again.finish()
-    assert status_of(caught.value) == 409
+    assert caught.value.cause is Cause.LIVE
     played.report(offer, SUCCESS, 1)
     until(lambda: decode.node.statistics()["blocks"]["free_parents"] == decode.parents, "the blocks")
 
@@ -109,7 +108,6 @@ def test_a_cancelled_leg_tells_the_legacy_decode(daemons: Daemons) -> None:
 
 
 def test_a_number_that_cannot_be_used_again_yet_is_a_conflict(daemons: Daemons, http: LegacyRendezvous) -> None:
-    """Over HTTP it is 409, as for a room that is live."""
     played, pool = played_prefill(daemons, http)
     decode = daemons.decode()
     asked = call(None, decode, PROMPT, at=http.endpoint)
@@ -117,4 +115,6 @@ def test_a_number_that_cannot_be_used_again_yet_is_a_conflict(daemons: Daemons, 
     played.serve(number, pool.allocate(blocks_needed(played.layout, len(PROMPT))), first_token(daemons))
     asked.finish()
     again = call(None, decode, PROMPT, at=http.endpoint, room=number)
-    assert status_of(again.decode.done.exception(PATIENCE_S)) == 409
+    error = again.decode.done.exception(PATIENCE_S)
+    assert isinstance(error, LocalProtocolError)
+    assert error.cause is Cause.LIVE

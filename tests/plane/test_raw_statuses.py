@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdplane.errors import RoomFailed
+from pdplane.errors import Cause, RoomFailed, Why
 from pdplane.ids import Generation, Room
 from pdplane.kv.arena import Pool
 from pdplane.kv.manifest import blocks_needed
@@ -75,7 +75,7 @@ def test_a_failure_after_the_end_changes_nothing(raw: RawPrefill, decode: Decode
     serve(raw, decode, offer, room, target)
     raw.report(ROOM, StatusCode.FAILED)
     succeed(raw, offer, 1)
-    raw.say(Failed(ROOM, offer.generation, "too late"))
+    raw.say(Failed(ROOM, offer.generation, Why(Cause.PEER_FAILED, "too late")))
     until(lambda: rejected(decode) == {"late": 3})
     assert decode.plane.statistics()["rooms"] == {}
 
@@ -101,7 +101,7 @@ def test_a_stale_success_never_completes_the_next_use(raw: RawPrefill, decode: D
     new = raw.hear_offer()
     assert new.generation > old.generation
     succeed(raw, old, 9)
-    raw.say(Failed(ROOM, old.generation, "of the last use"))
+    raw.say(Failed(ROOM, old.generation, Why(Cause.PEER_FAILED, "of the last use")))
     until(lambda: rejected(decode) == {"late": 2})
     serve(raw, decode, new, second, target)
 

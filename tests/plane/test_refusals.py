@@ -42,7 +42,7 @@ def fails(meeting: Meeting) -> str:
     meeting.work.cancel("the test is over")
     with pytest.raises(RoomFailed):
         meeting.work.wait_window(PATIENCE_S)
-    return caught.value.cause
+    return caught.value.text
 
 
 @pytest.mark.parametrize(

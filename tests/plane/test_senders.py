@@ -77,7 +77,7 @@ def test_time_that_pushes_share_counts_once(decode: Decode, monkeypatch: pytest.
         ends = [posted.get(timeout=PATIENCE_S) for _ in range(PUSHES)]
         passed = time.monotonic() - began
         totals = senders.counts()["totals"]
-    assert all(isinstance(end, events.PushEnded) and end.cause is None for end in ends)
+    assert all(isinstance(end, events.PushEnded) and end.text is None for end in ends)
     assert totals["pushed_bytes"] == NBYTES
     assert 0 < totals["push_seconds"] <= passed
 

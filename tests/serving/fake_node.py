@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from pdplane.api import DecodeRequest, Finished, FirstToken, PrefillRequest, Token
-from pdplane.errors import LocalProtocolError, RoomFailed
+from pdplane.errors import Cause, LocalProtocolError, RoomFailed
 from pdplane.toy.engine import ToyTokenizer
 
 PATIENCE_S = 20
@@ -25,10 +25,10 @@ class Leg:
     done: Future[Any] = attrs.Factory(Future)
     cancels: queue.Queue[str] = attrs.Factory(queue.Queue)
 
-    def cancel(self, cause: str) -> None:
-        self.cancels.put(cause)
+    def cancel(self, text: str) -> None:
+        self.cancels.put(text)
         if not self.done.done():
-            self.done.set_exception(RoomFailed(self.request.room, cause))
+            self.done.set_exception(RoomFailed(self.request.room, Cause.CANCELLED, text))
 
     def cancelled(self) -> str:
         return self.cancels.get(timeout=PATIENCE_S)

@@ -12,6 +12,7 @@ import pytest
 from pdplane.api import DecodeRequest, Finished, Token
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import (
+    Cause,
     ConfigError,
     InternalError,
     LocalProtocolError,
@@ -21,6 +22,7 @@ from pdplane.errors import (
     TransferError,
 )
 from pdplane.ids import Endpoint, Room
+from pdplane.serving.errors import STATUSES
 from tests.http_client import ask, stream
 from tests.serving.bodies import generate
 from tests.serving.fake_node import FakeNode, Leg, answers, fails
@@ -149,33 +151,45 @@ def test_a_logprob_that_json_cannot_say_is_null(node: FakeNode, decode: Endpoint
 
 
 FAILURES = [
-    (ConfigError("the prompt needs 9 blocks, the pool has 8"), 400, "9 blocks"),
-    (LocalProtocolError("room 7 is live"), 409, "room 7 is live"),
-    (LocalProtocolError("decode is shutting down"), 503, "shutting down"),
-    (PoolExhausted(9, 3), 503, "wanted 9 blocks"),
-    (RoomFailed(7, "too many live rooms"), 503, "too many"),
-    (RoomFailed(7, "prefill: token 13 is poison"), 502, "poison"),
-    (RoomFailed(7, "rendezvous http://h:1/route: refused"), 502, "rendezvous"),
-    (RoomFailed(7, "timed out after 1.0 s: no Success from prefill ranks [0]"), 504, "timed out"),
-    (RoomFailed(7, "no decode rank offered blocks in 1 s"), 504, "offered"),
-    (SessionLost("h:1", "it fell silent"), 502, "silent"),
-    (TransferError("h:1", 1, 2, "cut"), 502, "cut"),
-    (InternalError("this cannot happen"), 500, "cannot happen"),
-    (ZeroDivisionError("bug"), 500, "bug"),
-    (CancelledError(), 503, "CancelledError"),
+    (ConfigError("the prompt needs 9 blocks, the pool has 8"), 400, "bad_request"),
+    (LocalProtocolError("room 7 is live", Cause.LIVE), 503, "room_is_live"),
+    (LocalProtocolError("decode is shutting down", Cause.CLOSING), 503, "closing"),
+    (LocalProtocolError("it is live for 3 s"), 500, "internal"),
+    (PoolExhausted(9, 3), 503, "full"),
+    (SessionLost("h:1", "it fell silent"), 502, "peer_lost"),
+    (TransferError("h:1", 1, 2, "cut"), 502, "transfer"),
+    (InternalError("this cannot happen"), 500, "internal"),
+    (ZeroDivisionError("bug"), 500, "internal"),
+    (CancelledError(), 503, "closing"),
+    *((RoomFailed(7, cause, "why"), status, cause.value) for cause, status in STATUSES.items()),
+    # What the other side says of itself decides nothing.
+    (
+        RoomFailed(7, Cause.PEER_FAILED, "prefill: prefill failed: the adapter did not finish within 3 s"),
+        502,
+        "peer_failed",
+    ),
+    (RoomFailed(7, Cause.PEER_FAILED, "prefill: prefill failed: the adapter wanted 3 blocks"), 502, "peer_failed"),
+    (RoomFailed(7, Cause.TIMED_OUT, "the disk fell silent for 6 s: room 8 is live"), 503, "timed_out"),
+    (RoomFailed(7, Cause.PEER_LOST, "prefill fell silent for 6 s"), 502, "peer_lost"),
 ]
+KEPT_BY_GATEWAYS = {200, 400, 404, 502, 503}
+
+
+def test_every_cause_has_a_status_that_gateways_hand_on() -> None:
+    assert STATUSES.keys() == set(Cause)
+    assert {status for cause, status in STATUSES.items() if cause is not Cause.INTERNAL} <= KEPT_BY_GATEWAYS
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(("error", "status", "words"), FAILURES, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(("error", "status", "code"), FAILURES, ids=lambda value: str(value)[:40])
 def test_a_failure_before_the_first_byte_has_its_status(
-    node: FakeNode, decode: Endpoint, error: BaseException, status: int, words: str, streamed: bool
+    node: FakeNode, decode: Endpoint, error: BaseException, status: int, code: str, streamed: bool
 ) -> None:
     node.script = fails(error)
     answer = ask(decode, "POST", "/generate", generate(stream=streamed))
     assert answer.status == status
-    assert words in answer.json["error"]["message"]
-    assert answer.json["error"]["code"] == status
+    assert answer.json["error"]["message"] == (str(error) or "CancelledError")
+    assert answer.json["error"]["code"] == code
     assert ("Retry-After" in answer.headers) == (status == 503)
 
 
@@ -183,17 +197,17 @@ def test_a_failure_after_the_first_byte_is_the_last_event(node: FakeNode, decode
     node.script = lambda leg: leg.on_token(Token(97, -1.0))
     lines = stream(decode, "/generate", generate(stream=True))
     assert json.loads(next(lines))["text"] == "a"
-    node.next_leg().done.set_exception(RoomFailed(7, "prefill is gone: it fell silent"))
+    node.next_leg().done.set_exception(RoomFailed(7, Cause.PEER_LOST, "prefill is gone: it fell silent"))
     rest = [json.loads(line) for line in lines]
     assert len(rest) == 1
-    assert rest[0]["error"]["code"] == 502
+    assert rest[0]["error"]["code"] == "peer_lost"
     assert "fell silent" in rest[0]["error"]["message"]
 
 
 def test_a_failure_after_tokens_is_no_answer(node: FakeNode, decode: Endpoint) -> None:
     def script(leg: Leg) -> None:
         leg.on_token(Token(97, -1.0))
-        leg.done.set_exception(RoomFailed(7, "prefill: gone"))
+        leg.done.set_exception(RoomFailed(7, Cause.PEER_FAILED, "prefill: gone"))
 
     node.script = script
     assert ask(decode, "POST", "/generate", generate()).status == 502

@@ -9,7 +9,7 @@ from http.client import HTTPConnection
 import pytest
 
 from pdplane.api import FirstToken, PrefillRequest
-from pdplane.errors import LocalProtocolError, RoomFailed
+from pdplane.errors import Cause, LocalProtocolError, RoomFailed
 from pdplane.ids import Endpoint, Room
 from tests.http_client import TIMEOUT_S, ask, stream
 from tests.serving.bodies import generate
@@ -47,26 +47,27 @@ def test_a_stream_has_its_headers_before_the_room_is_done(node: FakeNode, prefil
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_live_room_is_409(node: FakeNode, prefill: Endpoint, streamed: bool) -> None:
-    node.script = fails(LocalProtocolError("room 7 is live"))
+def test_a_live_room_is_named_by_its_code(node: FakeNode, prefill: Endpoint, streamed: bool) -> None:
+    node.script = fails(LocalProtocolError("room 7 is live", Cause.LIVE))
     answer = ask(prefill, "POST", "/generate", generate(stream=streamed))
-    assert answer.status == 409
-    assert answer.json["error"]["message"] == "room 7 is live"
+    assert answer.status == 503
+    error = {"message": "room 7 is live", "type": "unavailable", "code": "room_is_live"}
+    assert answer.json["error"] == error
 
 
 def test_a_late_failure_is_the_only_event(node: FakeNode, prefill: Endpoint) -> None:
     with closing(HTTPConnection(prefill.host, prefill.port, timeout=TIMEOUT_S)) as connection:
         connection.request("POST", "/generate", json.dumps(generate(stream=True)))
         response = connection.getresponse()
-        node.next_leg().done.set_exception(RoomFailed(7, "cancelled by decode: bad stop"))
+        node.next_leg().done.set_exception(RoomFailed(7, Cause.CANCELLED, "cancelled by decode: bad stop"))
         lines = [line for line in response.read().decode().split("\n") if line]
     assert len(lines) == 1
     assert "bad stop" in json.loads(lines[0].removeprefix("data: "))["error"]["message"]
 
 
-def test_a_room_that_no_decode_joins_is_504(node: FakeNode, prefill: Endpoint) -> None:
-    node.script = fails(RoomFailed(7, "no decode rank offered blocks in 1 s"))
-    assert ask(prefill, "POST", "/generate", generate()).status == 504
+def test_a_room_that_no_decode_joins_is_503(node: FakeNode, prefill: Endpoint) -> None:
+    node.script = fails(RoomFailed(7, Cause.UNMATCHED, "no decode rank offered blocks in 1 s"))
+    assert ask(prefill, "POST", "/generate", generate()).status == 503
 
 
 def test_a_client_that_leaves_cancels_its_leg(node: FakeNode, prefill: Endpoint) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pdplane import wire
-from pdplane.errors import LocalProtocolError, WireError
+from pdplane.errors import Cause, LocalProtocolError, Why, WireError
 from pdplane.ids import MAX_ROOM, Generation, Life, Room, SessionId
 from pdplane.messages import (
     Cancel,
@@ -22,20 +22,24 @@ from pdplane.messages import (
     UnknownSession,
     Window,
 )
-from pdplane.wire.notice import MAX_CAUSE
+from pdplane.wire.notice import MAX_REASON
 
 LIFE = Life("0" * 32)
+LONG = Hello(
+    "1", LIFE, Fingerprint(tuple((str(number), "x" * 512) for number in range(64)), (("y", "\u00e9" * 512),) * 16)
+)
 SESSION = SessionId("[fd00::2]:5000")
 ALL: list[Notice] = [
     Hello("1", LIFE, Fingerprint((("config", "ab"), ("dtype", "float32")), (("blas", "OpenBLAS"),))),
     Hello("1", LIFE),
     Registered(SESSION, LIFE),
     Refused(SESSION, "dtype", "float32", "bfloat16"),
+    Refused(SESSION, "session", "owned by another peer", SESSION, Cause.LIVE),
     Window(Room(MAX_ROOM), Generation(2**64 - 1), "ab" * 32),
     Window(Room(1), Generation(0), ""),
     UnknownSession(Room(0), SESSION),
-    Failed(Room(1), Generation(1), "the engine ran out of memory: \u00e9"),
-    Cancel(Room(1), Generation(0), ""),
+    Failed(Room(1), Generation(1), Why(Cause.INTERNAL, "the engine ran out of memory: \u00e9")),
+    Cancel(Room(1), Generation(0), Why(Cause.CANCELLED, "")),
     Ping(LIFE),
     Drain("SIGTERM"),
 ]
@@ -56,10 +60,29 @@ def test_extra_keys_are_ignored() -> None:
     assert wire.decode_notice([marker, kind, more]) == Ping(LIFE)
 
 
-def test_a_long_cause_is_cut_rather_than_lost() -> None:
+ENDED = {"room": 1, "generation": 2, "cause": "did not finish within 3 s"}
+REFUSED = {"session": "h:1", "field": "a", "ours": "b", "theirs": "c"}
+
+
+@pytest.mark.parametrize(
+    ("more", "cause"),
+    [({"what": cause.value}, cause) for cause in Cause]
+    + [({}, None), *(({"what": word}, None) for word in (None, "", "FULL", "of tomorrow", 200, True, [], {"a": 1}))],
+)
+def test_a_cause_is_one_of_ours_or_the_kinds_own(more: dict[str, object], cause: Cause | None) -> None:
+    """Peers of other versions name none or others; whatever they send, a status can come of our enum only."""
+    for kind in (b"failed", b"cancel"):
+        notice = wire.decode_notice([b"pdplane/1", kind, json.dumps(ENDED | more).encode()])
+        assert isinstance(notice, Failed | Cancel)
+        assert notice.why == Why(cause or Cause.PEER_FAILED, "did not finish within 3 s")
+    refused = wire.decode_notice([b"pdplane/1", b"refused", json.dumps(REFUSED | more).encode()])
+    assert refused == Refused(SessionId("h:1"), "a", "b", "c", cause or Cause.REFUSED)
+
+
+def test_a_long_text_is_cut_rather_than_lost() -> None:
     found = wire.decode_notice(wire.encode_notice(Drain("\ud800" + "x" * 100_000)))
     assert isinstance(found, Drain)
-    assert found.cause == "?" + "x" * (MAX_CAUSE - 1)
+    assert found.text == "?" + "x" * (MAX_REASON - 1)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +112,7 @@ def test_refused_with_the_field_named(frames: list[bytes], field: str) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("notice", [Ping(Life("")), Window(Room(-1), Generation(0), "a"), "ping"], ids=repr)
+@pytest.mark.parametrize("notice", [Ping(Life("")), Window(Room(-1), Generation(0), "a"), "ping", LONG], ids=repr)
 def test_what_no_peer_could_read_is_not_written(notice: Notice) -> None:
     with pytest.raises(LocalProtocolError):
         wire.encode_notice(notice)

@@ -399,19 +399,19 @@ class RemoteExperts:
         home.part = None
         if self._closed:
             raise SessionLost(error.session, "the coordinator was closed") from error
-        _log.warning("tx1: expert worker %s is lost: %s", error.session, error.cause)
+        _log.warning("tx1: expert worker %s is lost: %s", error.session, error.text)
         ended = isinstance(error.__cause__, ConnectionError)
         home.alive = ended and not home.retried and self._reopen(home)
         home.retried = True
         if not home.alive:
             self._lost += 1
-            home.cause, home.retry_at = error.cause, time.monotonic() + self.options.retry_s
+            home.trouble, home.retry_at = error.text, time.monotonic() + self.options.retry_s
 
     def _reopen(self, home: _Home) -> bool:
         try:
             home.link.open(self.options.retry_connect_s)
         except SessionLost as error:
-            home.cause = error.cause
+            home.trouble = error.text
             return False
         return True
 
@@ -437,7 +437,7 @@ class RemoteExperts:
 
     def _run_here(self, results: _Results, pending: Indices) -> None:
         if not self.options.local:
-            causes = "; ".join(f"{home.link.worker}: {home.cause}" for home in self._homes)
+            causes = "; ".join(f"{home.link.worker}: {home.trouble}" for home in self._homes)
             raise SessionLost(", ".join(map(str, self._endpoints)), f"no expert worker is left ({causes})")
         if self._bank is None:
             self._bank = ExpertBank(self._opened, self.options.local_capacity)
@@ -470,7 +470,7 @@ class _Home:
     alive: bool = True
     retried: bool = False
     retry_at: float = 0.0
-    cause: str = ""
+    trouble: str = ""
     part: ExpertCall | None = None
 
 
