@@ -16,6 +16,7 @@ import numpy.typing as npt
 from pdplane import (
     Arena,
     ArenaMemory,
+    Cause,
     ConfigError,
     DecodeConfig,
     DecodePlane,
