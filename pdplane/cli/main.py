@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "cache-worker": ("pdplane.cli.cache_worker", "run a worker that hands out and takes in the caches of prefixes"),
     "cache": ("pdplane.cli.cache", "hand a prefix's cache, or its tokens, to a cache worker"),
     "expert-worker": ("pdplane.cli.expert_worker", "run a worker that holds experts of a MoE model"),
+    "top": ("pdplane.cli.top", "show what daemons are doing"),
     "layout": ("pdplane.cli.layout", "print the cache layout that a model's daemons publish"),
     "inspect": ("pdplane.cli.inspect", "print control messages as a person reads them"),
     "bench": ("pdplane.cli.bench", "measure: how fast blocks move between two processes"),

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=duration,
         default=10.0,
         metavar="TIME",
-        help="longest wait for running requests at the end (default: 10.0)",
+        help="longest wait for running requests at the end (default: %(default)s)",
     )
     serve.add_argument(
         "--exit-with-parent", action="store_true", help="end when standard input, a pipe from the parent, ends"

@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import resources
 from typing import Any, NoReturn
 
 import aiohttp
@@ -34,6 +35,7 @@ _FORWARDED = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/
 _OPEN_PATHS = frozenset({"/", "/health", "/favicon.ico"})
 _REQUEST_ID = "X-Request-Id"
 _ID = web.RequestKey("id", str)
+_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
     "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Request-Id",
@@ -75,6 +77,7 @@ def pair_app(members: Members, options: PairOptions, session: Callable[[], aioht
     app.on_response_prepare.append(routes.add_headers)
     for path in _FORWARDED:
         app.router.add_post(path, routes.forward)
+    app.router.add_get("/", routes.page)
     app.router.add_get("/v1/models", routes.models)
     app.router.add_get("/v1/models/{id:.+}", routes.models)
     app.router.add_get("/health", routes.health)
@@ -136,6 +139,11 @@ class _PairRoutes:
         response.headers["Access-Control-Expose-Headers"] = f"{_REQUEST_ID}, Retry-After"
 
     # ---- what the daemons are
+
+    async def page(self, _request: web.Request) -> web.Response:
+        """One static page: a chat, and what the daemons are doing."""
+        text = resources.files("pdplane.serving").joinpath("page.html").read_text("utf-8")
+        return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def health(self, _request: web.Request) -> web.Response:
         complaint = self._members.complaint()

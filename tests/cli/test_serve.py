@@ -85,8 +85,13 @@ def test_running_daemons_leave_selection_and_come_back() -> None:
         reasons = {one["url"]: one["reason"] for one in served.ask("/status")[1]["daemons"]}
         assert reasons[first.url]
         assert reasons[second.url] is None
+        shown = subprocess.run(
+            command("top", "--once", str(served.at), second.url, "127.0.0.1:9"),
+            capture_output=True, text=True, timeout=PATIENCE_S, check=True, env=os.environ | {"COLUMNS": "200"},
+        ).stdout  # fmt: skip
+        assert [shown.count(url) for url in (prefill.url, second.url)] == [1, 2]
+        assert "does not answer" in shown
         assert served.end(signal.SIGTERM)[0] == 0
-        assert served.process.returncode == 0
 
 
 @pytest.mark.parametrize(
