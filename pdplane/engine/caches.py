@@ -21,16 +21,16 @@ Tensors = Mapping[str, mx.array]
 
 
 class Kind(Protocol):
-    """How one cache class gives its tensors and takes them back."""
+    """How one cache class is turned into tensors and filled from them."""
 
     @property
     def is_history(self) -> bool: ...
 
     def length(self, cache: Cache) -> int | None:
-        """Tokens the cache holds; None when it does not count them."""
+        """Return how many tokens the cache holds; None when it does not count them."""
 
     def take(self, cache: Cache) -> Tensors:
-        """The cache's tensors by name; history tensors with spare rows beyond the length."""
+        """Return the cache's tensors by name; history tensors with spare rows beyond the length."""
 
     def give(self, cache: Cache, tensors: Tensors, length: int) -> None:
         """Fill a fresh cache of this class; `tensors` are new arrays that nobody else holds."""
@@ -150,23 +150,23 @@ class Leaf:
         return KINDS[self.cache_class]
 
     def find(self, caches: Sequence[Cache]) -> Cache:
-        """This leaf's cache object in a model's list of caches."""
+        """Return this leaf's cache object in a model's list of caches."""
         found = caches[self.layer]
         for step in self.path:
             found = found[step]
         return found
 
     def put(self, caches: list[Cache], cache: Cache) -> None:
-        """Put another cache object in this leaf's place."""
+        """Replace this leaf's cache object by another one."""
         caches[self.layer] = _replaced(caches[self.layer], self.path, cache)
 
     def prefix(self) -> str:
-        """The start of this leaf's field ids, ending with a dot or underscore."""
+        """Return the start of this leaf's field ids, ending with a dot or underscore."""
         return f"layer.{self.layer}." + "".join(f"c{step}_" for step in self.path)
 
 
 def walk(caches: Sequence[Cache]) -> Iterator[tuple[int, tuple[int, ...], Cache]]:
-    """(layer, path, cache) of every leaf cache, in a fixed order."""
+    """Yield (layer, path, cache) of every leaf cache, in a fixed order."""
     for layer, cache in enumerate(caches):
         yield from ((layer, path, leaf) for path, leaf in _inside(cache, ()))
 
@@ -179,7 +179,7 @@ def refuse_unknown(caches: Sequence[Cache]) -> None:
 
 
 def describe(caches: Sequence[Cache], length: int) -> tuple[Leaf, ...]:
-    """The leaves of caches that a prompt of `length` tokens has filled; caches that the model never uses are left out.
+    """Return the leaves of caches after a prompt of `length` tokens; caches that the model never uses are left out.
 
     Raises ConfigError for a class that cannot be moved, or a cache that does not hold one row a token.
     """

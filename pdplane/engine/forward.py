@@ -16,11 +16,11 @@ from pdplane.engine.options import EngineOptions
 from pdplane.engine.sampling import Row, Sampler
 from pdplane.engine.untyped import Cache, evaluate_later, quantise_caches
 
-_CLEAR_EVERY = 256  # tokens after which mlx-lm gives unused memory back
+_CLEAR_EVERY = 256  # tokens after which mlx-lm frees unused memory
 
 
 def count_chunks(prompt_len: int, step_size: int) -> int:
-    """How many chunks `prefill_chunks` runs for a prompt of that many tokens."""
+    """Return how many chunks `prefill_chunks` runs for a prompt of that many tokens."""
     return -(-(prompt_len - 1) // step_size)
 
 
@@ -37,7 +37,7 @@ class Forward:
         self.caches = list(make_prompt_cache(self.model.network))
 
     def prefill_chunks(self, tokens: Sequence[int], begin: Callable[[int], None] = lambda _goal: None) -> Iterator[int]:
-        """Run all tokens but the last, a chunk at each `next`; yields the tokens done so far.
+        """Run all tokens but the last, a chunk at each `next`; yield the tokens done so far.
 
         `begin` is called before each chunk with the tokens done after it. Chunks are `prefill_step_size` long, and the
         last token is left for `step`: other chunks give other bits.
@@ -71,7 +71,7 @@ class Forward:
         return row
 
     def prepare(self, leaves: Sequence[Leaf]) -> None:
-        """Put empty quantised caches where a finished prompt has them; mlx-lm makes those only from plain ones."""
+        """Put empty quantised caches where a finished prompt has them, since mlx-lm makes them only from plain ones."""
         for leaf in leaves:
             if leaf.cache_class is QuantizedKVCache:
                 self.caches[leaf.layer] = QuantizedKVCache(
@@ -79,7 +79,7 @@ class Forward:
                 )
 
     def settle(self) -> None:
-        """Compute everything that the caches still owe."""
+        """Compute every update of the caches that is still lazy."""
         with mx.stream(generation_stream):
             mx.eval([cache.state for cache in self.caches])
 

@@ -23,17 +23,17 @@ _ALIGNMENT = 64  # a cache line: no two blocks share one
 
 
 def field_id(leaf: Leaf, tensor: Tensor) -> FieldId:
-    """`layer.<n>.<name>`, where the name of a cache inside a CacheList begins with its place in the list."""
+    """Return `layer.<n>.<name>`, where the name of a cache inside a CacheList begins with its place in the list."""
     return FieldId(leaf.prefix() + tensor.name)
 
 
 def carried(leaf: Leaf) -> tuple[Tensor, ...]:
-    """The tensors of a leaf that have bytes; some models keep values of width 0."""
+    """Return the tensors of a leaf that have bytes; some models keep values of width 0."""
     return tuple(tensor for tensor in leaf.tensors if math.prod(tensor.shape) > 0)
 
 
 def cache_layout(leaves: Sequence[Leaf], options: EngineOptions, tp_size: int = 1) -> Layout:
-    """The layout of one of `tp_size` ranks, with as many parents as `options.arena_bytes` allow.
+    """Return the layout of one of `tp_size` ranks, with as many parents as `options.arena_bytes` allow.
 
     `leaves` are those of the whole model. History pages are head-major, `(heads, block_tokens, width)`; state pages
     are whole tensors. Raises ConfigError when a dtype cannot be carried, the heads cannot be split, or the arena cannot
@@ -63,7 +63,10 @@ def cache_layout(leaves: Sequence[Leaf], options: EngineOptions, tp_size: int = 
 
 
 def fit_arena(plan: Callable[[int], Layout], options: EngineOptions) -> Layout:
-    """The largest layout, by parents, that the arena holds; ConfigError when it cannot hold one beside the null one."""
+    """Return the layout with the most parents that the arena holds.
+
+    Raises ConfigError if it holds the null one only.
+    """
     parent_bytes = plan(1).lcm_block_bytes
     parents = options.arena_bytes // parent_bytes - 1
     if parents < 1:
@@ -103,7 +106,7 @@ def _fields(leaves: Sequence[Leaf], block_tokens: int, tp_size: int) -> Iterator
 
 
 def _partitions(leaves: Sequence[Leaf]) -> Iterator[tuple[FieldId, Partition]]:
-    """History tensors are split over ranks by heads; a single head is every rank's (latent attention)."""
+    """Yield how histories are split over ranks: by heads, unless there is a single one (latent attention)."""
     for leaf in leaves:
         for tensor in carried(leaf) if leaf.kind.is_history else ():
             heads = tensor.shape[0]
@@ -112,7 +115,7 @@ def _partitions(leaves: Sequence[Leaf]) -> Iterator[tuple[FieldId, Partition]]:
 
 
 def _packing(fields: Sequence[FieldSpec]) -> dict[GroupId, int]:
-    """Blocks a parent: as many of the smaller kind as fit beside one of the larger kind, to waste the least."""
+    """Return the blocks a parent of each group: of the smaller kind as many as one of the larger takes."""
     page: dict[GroupId, int] = {}
     for field in fields:
         widest = max(ELEMENT_BYTES.values())

@@ -77,7 +77,7 @@ class MlxPrefillEngine(MlxEngine):
         return token
 
     def _leaves_by_step(self) -> list[tuple[int, Leaf]]:
-        """Layout step and leaf of all leaves that have bytes, ascending."""
+        """Return all leaves that have bytes with their layout steps, ascending."""
         order = {name: number for number, step in enumerate(self.layout.steps) for name in step}
         leaves = [leaf for leaf in self.opened.leaves if carried(leaf)]
         return sorted(

@@ -16,7 +16,7 @@ _LENGTHS = (1, 4)  # one token alone, and a chunk with its last token; a tensor 
 
 
 def probe(model: Model, options: EngineOptions) -> tuple[Leaf, ...]:
-    """The model's cache leaves, the same for every prompt length.
+    """Return the model's cache leaves, the same for every prompt length.
 
     Raises ConfigError for a cache that cannot be moved, or a model that cannot run with these options here.
     """

@@ -1,7 +1,7 @@
 """The line of prompts in front of the MLX thread: whose chunk is computed next.
 
 First come, first served, one chunk a turn: of three queued prompts the first is done after its own chunks, not after
-everybody's. A prompt of one chunk does not wait for the chunks of a longer one, since it costs that one a single turn;
+those of all. A prompt of one chunk does not wait for the chunks of a longer one, since it costs that one a single turn;
 it goes first, `MAX_OVERTAKES` times in a row at most, so that a stream of short prompts stops no long one. The last
 token is part of the last chunk's turn and waits for nobody's chunk.
 """
@@ -15,11 +15,11 @@ MAX_OVERTAKES = 8
 
 
 class Cancellable(Protocol):
-    """What the line asks of a prompt's job."""
+    """What the line needs of a prompt's job."""
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody asked it to end: its next turn is its end, and costs nothing."""
+        """Whether it was cancelled, so that its next turn ends it and costs nothing."""
 
 
 P = TypeVar("P", bound=Cancellable)
@@ -30,7 +30,7 @@ class PromptLine(Generic[P]):
 
     def __init__(self) -> None:
         self.is_served = False
-        """Whether a turn is under way or queued that will take the next prompt; the owner keeps it."""
+        """Whether a turn that takes the next prompt is queued or under way; set by the owner."""
         self._short: deque[P] = deque()
         self._long: deque[P] = deque()
         self._overtakes = 0
@@ -43,7 +43,7 @@ class PromptLine(Generic[P]):
         (self._long if chunks > 1 else self._short).append(prompt)
 
     def take(self) -> P | None:
-        """Take out the prompt that has the next turn; None when nobody waits."""
+        """Take out and return the prompt that has the next turn; None when none waits."""
         for waiting in (self._short, self._long):
             for prompt in waiting:
                 if prompt.cancelled:

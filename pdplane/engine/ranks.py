@@ -37,7 +37,7 @@ class RankGroup:
         self._group: Any = None
 
     def open(self) -> None:
-        """Meet the other ranks over the ring that the launcher described; blocks until all are there.
+        """Meet the other ranks over the ring that the launcher described; block until all are there.
 
         Raises ConfigError.
         """
@@ -45,7 +45,7 @@ class RankGroup:
         self.thread.call(self._open)
 
     def tell_all(self, data: bytes) -> bytes:
-        """Rank 0's `data`, at most 512 bytes, on every rank. All ranks call this at the same point."""
+        """Return rank 0's `data`, at most 512 bytes, on every rank. All ranks call this at the same point."""
         if len(data) > _MESSAGE_BYTES:
             raise InternalError(f"{len(data)} bytes are too many to tell")
         return self.thread.call(lambda: self._tell_all(data))
@@ -56,18 +56,18 @@ class RankGroup:
 
     @property
     def is_open(self) -> bool:
-        """The ranks have met."""
+        """Whether the ranks have met."""
         return self._group is not None
 
     @property
     def distributed(self) -> Any:  # noqa: ANN401  (mlx has no name for its type here)
-        """What `shard()` takes; InternalError before `open`."""
+        """The argument of `shard()`. Raises InternalError before `open`."""
         if self._group is None:
             raise InternalError("the ranks have not met")
         return self._group
 
     def agree(self, token: mx.array) -> mx.array:
-        """Rank 0's token on every rank, as part of the graph: sums of more than two parts may differ in last bits."""
+        """Return rank 0's token on every rank, as part of the graph; each rank's own may differ in last bits."""
         mine = token if self.rank == 0 else mx.zeros_like(token)
         agreed: mx.array = _distributed.all_sum(mine, group=self.distributed)
         return agreed
@@ -90,7 +90,7 @@ class RankGroup:
 
 
 def split_model(options: EngineOptions, progress: Progress, group: RankGroup) -> tuple[Model, tuple[Leaf, ...]]:
-    """This rank's part of the model, and the cache leaves of the whole one.
+    """Return this rank's part of the model, and the cache leaves of the whole one.
 
     Only this part's weights are read. Raises ConfigError for a model that mlx-lm cannot split.
     """
@@ -129,7 +129,7 @@ def check_parts(whole: Sequence[Leaf], parts: Sequence[Leaf], tp_size: int) -> N
 
 
 def _whole_leaves(model: Model, options: EngineOptions) -> tuple[Leaf, ...]:
-    """What the caches would look like: the graph of one prompt is made and never computed, so no weight is read."""
+    """Return the caches' leaves from the graph of one prompt, which is never computed, so that no weight is read."""
     caches = list(make_prompt_cache(model.network))
     try:
         model.network(mx.array([[0] * _PROBED]), cache=caches)
@@ -148,23 +148,23 @@ def _whole_leaves(model: Model, options: EngineOptions) -> tuple[Leaf, ...]:
 #
 # The forward steps of a split model meet inside collective operations, which wait for every rank and know nothing of
 # sequences: two ranks that enter them in another order exchange the wrong numbers or wait for ever. So rank 0 alone
-# chooses: a job's first turn comes when every rank has it, and rank 0 tells the others each turn in the order in
-# which it queues them for itself. Nothing but rank 0's word ends a job early either. Work that meets nobody (copies,
-# loading) runs when it likes.
+# chooses: a job's first turn comes when every rank has it, and rank 0 sends the others each turn in the order in
+# which it queues them for itself. Only rank 0 ends a job early, too. Work without collective operations (copies,
+# loading) runs at any time.
 
 
 T = TypeVar("T")
 
 Tell = Callable[[str, int, str], None]
-"""Says (kind, key, text): rank 0's `turn` and `end` go to all others, another rank's `ready` to rank 0."""
+"""Sends (kind, key, text): rank 0's `turn` and `end` to all others, another rank's `ready` to rank 0."""
 
 
 _AHEAD = 2
-"""Turns of a job that are told and queued at a time, so that no rank waits for word between two of them."""
+"""Turns of a job that are sent and queued at a time, so that no rank waits for a message between two of them."""
 
 
 class SharedJob(Job[T]):
-    """A job whose end is decided by rank 0: `cancel` only asks for it."""
+    """A job that only rank 0 ends: `cancel` asks for that."""
 
     def __init__(self, make_turns: Callable[[], Turns[T]], key: int, wake: Callable[[], None]) -> None:
         super().__init__(make_turns)
@@ -184,7 +184,7 @@ class _Shared:
     job: SharedJob[Any] | None = None
     marks: dict[int, str] = attrs.field(factory=dict)
     begun: bool = False
-    ended: bool = False  # rank 0 has said so
+    ended: bool = False  # rank 0 has sent its end
     refusal: str | None = None
     chunks: int = 1
 
@@ -203,13 +203,16 @@ class RankThread(EngineThread):
         self._long_waiting: deque[_Shared] = deque()
 
     def connect(self, tell: Tell, broken: Callable[[str], None]) -> None:
-        """How to speak to the other ranks. `broken`: this rank failed a turn alone and cannot go on with the others."""
+        """Set how to send to the other ranks.
+
+        `broken` is called when this rank failed a turn that the others may not have.
+        """
         self._tell, self._broken = tell, broken
 
     # ---- a job's life, on every rank
 
     def expect(self, key: int) -> Future[None]:
-        """A request begins that may share a job under this key; the future ends when no turn of it will come."""
+        """Expect a job under this key; the returned future ends when no turn of it will come any more."""
         with self._lock:
             if key in self._shared:
                 raise InternalError(f"key {key} is in use")
@@ -217,7 +220,7 @@ class RankThread(EngineThread):
             return found.over
 
     def forget(self, key: int) -> None:
-        """The request has ended on all ranks (rank 0), or here (the others)."""
+        """Drop a key: its request has ended on all ranks (rank 0), or here (the others)."""
         with self._lock:
             self._shared.pop(key, None)
 
@@ -229,7 +232,7 @@ class RankThread(EngineThread):
         line: PromptLine[Job[Any]] | None = None,
         chunks: int = 1,
     ) -> Job[T]:
-        """As for one rank; `line` is not used: rank 0 begins a prompt of several chunks when the last one has ended."""
+        """Queue a job as on one rank; `line` is not used, since rank 0 begins prompts of several chunks one by one."""
         with self._lock:
             found = self._shared.get(key)
             if self._executor is None or self._closing or self._ending or found is None or found.job is not None:
@@ -257,7 +260,7 @@ class RankThread(EngineThread):
     # ---- rank 0
 
     def arrived(self, rank: int, key: int, mark: str) -> None:
-        """A rank has the job; `mark` must be the same on all of them."""
+        """Note that a rank has the job; `mark` must be the same on all of them."""
         with self._lock:
             found = self._shared.get(key)
             if found is None:
@@ -270,7 +273,7 @@ class RankThread(EngineThread):
             self._begin(found)
 
     def abandon(self, key: int) -> None:
-        """The request failed here: when there is no job, tell the others that none will come."""
+        """End a request that failed here before its job: tell the others that none will come."""
         with self._lock:
             found = self._shared.get(key)
             if found is None or found.job is not None or found.ended:
@@ -282,17 +285,17 @@ class RankThread(EngineThread):
     # ---- the others
 
     def turn(self, key: int) -> None:
-        """Rank 0 will run a turn: run it here too."""
+        """Run the turn here that rank 0 will run."""
         with self._lock:
             found = self._shared.get(key)
             if found is None:
-                return  # told ahead: the job has finished with the turn before it
+                return  # sent ahead: the job has finished with the turn before it
             if found.job is None:
                 self._broken(f"rank 0 runs a turn of {key}, which is not here")
             self._run(found, ends=False)
 
     def end(self, key: int) -> None:
-        """Rank 0 has ended the job."""
+        """End the job, as rank 0 has."""
         with self._lock:
             found = self._shared.get(key)
             if found is None:
@@ -311,7 +314,7 @@ class RankThread(EngineThread):
                 self._end_here(found)
 
     def _begin(self, found: _Shared) -> None:
-        """Rank 0, under the lock: let a job's turns begin. Of the jobs with several chunks one runs at a time."""
+        """Let a job's turns begin (rank 0, under the lock); jobs with several chunks run one at a time."""
         if found.begun or found.job is None:
             return
         if found.chunks > 1:
@@ -331,7 +334,7 @@ class RankThread(EngineThread):
                 self._begin(self._long_waiting.popleft())
 
     def _lead(self, found: _Shared) -> None:
-        """Rank 0, under the lock: tell the job's next turn, or its end, and queue it here, in one order."""
+        """Send the job's next turn, or its end, and queue it here, in one order (rank 0, under the lock)."""
         if found.job is None or found.job.future.done() or found.ended:
             return
         found.ended = found.job.asked_to_end or found.refusal is not None
@@ -339,7 +342,7 @@ class RankThread(EngineThread):
         self._run(found, ends=found.ended)
 
     def _end_here(self, found: _Shared) -> None:
-        """Under the lock: end the job behind the turns that are queued already."""
+        """End the job behind the turns that are queued already (under the lock)."""
         if found.job is None:
             return
         found.job.asked_to_end = True
@@ -350,7 +353,7 @@ class RankThread(EngineThread):
             self._run(found, ends=True)
 
     def _run(self, found: _Shared, *, ends: bool) -> None:
-        """Under the lock: queue exactly one turn of a job; a job that has finished needs it no more."""
+        """Queue exactly one turn of a job (under the lock); a job that has finished ignores it."""
         job, executor = found.job, self._executor
         if job is None or executor is None or self._closing:
             return

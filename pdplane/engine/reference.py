@@ -26,7 +26,7 @@ def single_process(
     kept: Sequence[int] = (),
     stop_ids: frozenset[int] = frozenset(),
 ) -> list[RowToken]:
-    """Tokens with their rows of log-probabilities; a token of `stop_ids` is the last. Runs on the MLX thread.
+    """Return tokens with their rows of log-probabilities; a token of `stop_ids` is the last. Runs on the MLX thread.
 
     Sampling is mlx-lm's own, with its global random state. `kept` as in `Sampler`.
     """

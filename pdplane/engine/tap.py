@@ -1,4 +1,4 @@
-"""mlx-lm's caches with one addition: they tell of their updates. What they hold and give back stays the same."""
+"""mlx-lm's caches with a callback at each update; what they hold and return stays the same."""
 
 from __future__ import annotations
 
@@ -67,25 +67,25 @@ def _typed(parent: Any) -> Any:  # noqa: ANN401  (mlx-lm's methods have no types
 
 # ---- Layerwise streaming: a layer's pages leave for the arena while the layers behind it are computed
 #
-# Some caches of the prompt are replaced by ones that tell of each update. A layer's tensors are then started at once
-# (`async_eval`) and waited for later, on the same thread, when the graph behind them is built. A GPU's queue takes all
-# that it is given, so two caches may be under way: the device works on one while the other's pages are cut. The CPU's
+# Some caches of the prompt are replaced by ones that report each update. A layer's tensors are then started at once
+# (`async_eval`) and waited for later, on the same thread, when the graph behind them is built. A GPU's queue takes
+# everything, so two caches may be under way: the device works on one while the other's pages are cut. The CPU's
 # queue holds less than a layer and `async_eval` blocks until there is room, so there the wait is for the cache before,
 # which is computed by then; two would only make each layer a layer late. Cutting the graph there changes no bits.
 # Histories go chunk by chunk; states, which every token changes, go after the last one.
 
 
 OnStep: TypeAlias = Callable[[range, range], None]
-"""Told (layout steps, tokens): the pages that these tokens complete are in the arena, in the fields of these steps."""
+"""Called with (layout steps, tokens) when the pages that these tokens complete in these steps are in the arena."""
 
-_MAX_PARTS = 256  # a prompt's longest train of pushes, whatever its chunks and layers
+_MAX_PARTS = 256  # the most pushes of one prompt, whatever its chunks and layers
 
 
 class Tap:
-    """The pages of one prompt on their way out; lives on the MLX thread.
+    """The pages of one prompt that leave while it is computed; used on the MLX thread.
 
     `begin` before each chunk, `end` after it, `finish` after the prompt's last token. Each (step, token)
-    of a history is told once. `leaves` come with their layout steps, in whose order they are told at the end.
+    of a history is reported once. `leaves` come with their layout steps, in whose order they are reported at the end.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Tap:
         self._block_tokens, self.interval = options.block_tokens, options.layerwise_interval
         self._lag = queue_depth()
         self._history = [number for number, leaf in enumerate(self._leaves) if leaf.kind.is_history]
-        self._done = 0  # tokens whose blocks are told
+        self._done = 0  # tokens whose blocks are reported
         self._goal: int | None = None  # tokens after the chunk that runs, when that completes a block
         self._unseen: set[int] = set()
         self._pending: deque[tuple[int, Bits]] = deque()
@@ -110,7 +110,7 @@ class Tap:
         self._ready: list[int] = []
 
     def attach(self, caches: list[Cache], chunks: int) -> None:
-        """Put caches that tell of their updates in the place of a fresh prompt's plain ones."""
+        """Replace a new prompt's plain caches by ones that report their updates."""
         if not self._history:
             self.interval = 0
         if not self.interval:
@@ -124,14 +124,14 @@ class Tap:
             leaf.put(caches, TappedCache(functools.partial(self._updated, number), form))
 
     def begin(self, goal: int) -> None:
-        """A chunk begins, after which the caches hold `goal` tokens."""
+        """Begin a chunk, after which the caches hold `goal` tokens."""
         if self.interval and goal // self._block_tokens > self._done // self._block_tokens:
             self._goal = goal
             self._unseen = set(self._history)
             self._missing = Counter(self._steps[number] for number in self._history)
 
     def end(self, caches: Sequence[Cache]) -> None:
-        """The chunk is computed: whatever it completes is told now at the latest."""
+        """End a chunk: report what it completes and is not reported yet."""
         if self._goal is None:
             return
         while self._pending:
@@ -143,7 +143,7 @@ class Tap:
         self._done, self._goal = self._goal, None
 
     def finish(self, caches: Sequence[Cache], length: int) -> None:
-        """All `length` tokens are computed: cut and tell the rest."""
+        """End the prompt of `length` tokens: cut and report the rest."""
         rows = range(self._whole(self._done), length)
         for leaf in self._leaves:
             self._pages.cut(leaf, leaf.find(caches), self._blocks, rows)
@@ -183,7 +183,7 @@ class Tap:
 
 
 def _joined(steps: Sequence[int], alike: Mapping[int, Any]) -> Iterator[range]:
-    """Ascending steps as ranges of neighbours that are alike."""
+    """Yield ascending steps as ranges of neighbours that are alike."""
     first = 0
     for place in range(1, len(steps) + 1):
         if place == len(steps) or steps[place] != steps[place - 1] + 1 or alike[steps[place]] != alike[steps[first]]:

@@ -19,7 +19,7 @@ from pdplane.errors import InternalError
 
 T = TypeVar("T")
 Turns = Generator[None, None, T]
-"""A job's work: yields at the end of each turn, returns the job's result."""
+"""A job's work: it yields at the end of each turn and returns the job's result."""
 
 
 class Job(Generic[T]):
@@ -31,7 +31,7 @@ class Job(Generic[T]):
 
     def __init__(self, make_turns: Callable[[], Turns[T]]) -> None:
         self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()  # so Future.cancel() is refused: it would end before the turn does
+        self.future.set_running_or_notify_cancel()  # so that Future.cancel() is refused: it would end too early
         self._cancelled = threading.Event()
         self._make_turns = make_turns
         self._turns: Turns[T] | None = None
@@ -42,15 +42,15 @@ class Job(Generic[T]):
 
     @property
     def cancelled(self) -> bool:
-        """`cancel` was called."""
+        """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Wait for the job; raises what the job raised, CancelledError, or TimeoutError."""
+        """Wait for the job and return its result. Raises what the job raised, CancelledError, or TimeoutError."""
         return self.future.result(timeout_s)
 
     def _turn(self, *, closing: bool) -> bool:
-        """Run one turn on the MLX thread; True when another one is wanted."""
+        """Run one turn on the MLX thread; return True when another one is needed."""
         if closing or self._cancelled.is_set():
             self._drop_turns()
             self.future.set_exception(CancelledError("the engine closes" if closing else "cancelled"))
@@ -100,12 +100,12 @@ class EngineThread:
 
     @property
     def closing(self) -> bool:
-        """`close` was called; work that takes long may look and give up."""
+        """Whether `close` was called; long work may look and stop."""
         return self._closing
 
     @property
     def active_jobs(self) -> int:
-        """Jobs that were submitted and have not ended."""
+        """How many jobs were submitted and have not ended."""
         return self._active
 
     def submit(
@@ -143,7 +143,7 @@ class EngineThread:
         return self.submit(make_turns, line, chunks)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run one function on the MLX thread and wait for its result; raises what it raised."""
+        """Run one function on the MLX thread and return its result. Raises what it raised."""
 
         def turns() -> Turns[T]:
             yield from ()
@@ -175,7 +175,7 @@ class EngineThread:
             wants_more = job._turn(closing=True)
 
     def _serve(self, executor: ThreadPoolExecutor, line: PromptLine[Job[Any]]) -> None:
-        """Under the lock: queue one turn of a line that has none queued; which job's is decided when it comes."""
+        """Queue a turn of a line that has none queued (under the lock); the job is chosen when the turn comes."""
         if line.is_served or not line:
             return
         line.is_served = True

@@ -60,9 +60,9 @@ def refuse_inexpressible(caches: Sequence[Cache]) -> None:
 
 
 def legacy_layout(leaves: Sequence[Leaf], options: EngineOptions, tp_size: int = 1) -> Layout:
-    """The contract that a legacy engine publishes for the model; `leaves` are those of the whole model.
+    """Return the contract that a legacy engine publishes for the model; `leaves` are those of the whole model.
 
-    Raises ConfigError for what legacy engines cannot have, and for an arena that is too small.
+    Raises ConfigError for what legacy engines cannot hold, and for an arena that is too small.
     """
     layers = list(_layers(leaves))
     if not layers:
@@ -75,7 +75,7 @@ def legacy_layout(leaves: Sequence[Leaf], options: EngineOptions, tp_size: int =
 
 
 def is_latent(leaf: Leaf) -> bool:
-    """Latent attention keeps one head, with the latent as keys and the rotary keys as values, of other widths."""
+    """Return whether a leaf is of latent attention: one head, the latent as keys, the rotary keys as values."""
     keys, values = _keys_and_values(leaf)
     return leaf.kind.is_history and keys.shape[0] == 1 and keys.shape[-1] != values.shape[-1]
 
@@ -109,7 +109,7 @@ def _keys_and_values(leaf: Leaf) -> tuple[Tensor, Tensor]:
 
 @attrs.frozen(eq=False)
 class Ring:
-    """Where a ring keeps which token of a prompt: `tokens[row]`, -1 for a spare row; `index` is the next row."""
+    """Which token of a prompt each row of a ring holds: `tokens[row]`, -1 for a spare row; `index` is the next row."""
 
     tokens: Numbers
     index: int
@@ -117,7 +117,7 @@ class Ring:
 
 @functools.lru_cache(maxsize=64)
 def ring_of(length: int, window: int, step_size: int) -> Ring:
-    """The ring after a prompt of `length` tokens, found by sending token numbers through a real one."""
+    """Return the ring after a prompt of `length` tokens, found by sending token numbers through a real one."""
     cache: Cache = _Ring(max_size=window)
     numbers = mx.arange(1, length + 1, dtype=mx.int32).reshape(1, 1, length, 1)
     edges = [*range(0, length - 1, step_size), length - 1, length]  # the last token runs alone
@@ -162,7 +162,7 @@ class TokenPages(Pages):
     def _cut_state(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
         """Copy a ring after `length` tokens into its blocks.
 
-        It holds no more than its window: what a first block holds of earlier tokens becomes zeros.
+        It holds its window only, so a first block's places for earlier tokens become zeros.
         """
         for name, pages in self._stores[leaf.layer].views.items():
             source = bits_of(cache.keys if name == "ring_k" else cache.values)
@@ -207,7 +207,7 @@ class TokenPages(Pages):
         return buffer.take()
 
     def _first_token(self, length: int) -> int:
-        """The first token of the first block that the sliding group transfers."""
+        """Return the first token of the first block that the sliding group transfers."""
         spec: GroupSpec = self._specs[SLIDING]
         slots = logical_slots(spec, 0, length)
         return slots.start * (spec.rows_per_page or 1)

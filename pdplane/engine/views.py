@@ -37,7 +37,7 @@ _CARRIERS: Mapping[int, tuple[mx.Dtype, npt.DTypeLike]] = {
 
 
 def layout_dtype(dtype: mx.Dtype, where: str) -> str:
-    """The layout's name for an MLX dtype; raises ConfigError that names the tensor."""
+    """Return the layout's name for an MLX dtype. Raises ConfigError that names the tensor."""
     name = LAYOUT_DTYPES.get(dtype)
     if name is None:
         raise ConfigError(f"{where} has dtype {dtype}, which no cache layout can carry")
@@ -45,22 +45,22 @@ def layout_dtype(dtype: mx.Dtype, where: str) -> str:
 
 
 def carrier(dtype: mx.Dtype) -> npt.DTypeLike:
-    """The numpy integer type whose bits stand for elements of this MLX dtype."""
+    """Return the numpy integer type whose bits stand for elements of this MLX dtype."""
     return _CARRIERS[dtype.size][1]
 
 
 def bits_of(array: mx.array) -> Numbers:
-    """The bits of an array as numpy integers of its element width, without a copy where its strides allow."""
+    """Return the bits of an array as numpy integers of its element width, without a copy where its strides allow."""
     return numbers_of(bits_later(array))
 
 
 def bits_later(array: mx.array) -> mx.array:
-    """The bits of an array as integers of its element width; not computed yet."""
+    """Return the bits of an array as integers of its element width; not computed yet."""
     return array.view(_CARRIERS[array.dtype.size][0])
 
 
 def numbers_of(bits: mx.array) -> Numbers:
-    """A numpy view of an array of a type that numpy has; waits for it."""
+    """Wait for an array of a type that numpy has, and return a view of it."""
     mx.eval(bits)
     return np.array(bits, copy=False)
 
@@ -75,12 +75,12 @@ class Buffer:
         self.view: Numbers = np.array(self._bits, copy=False)
 
     def take(self) -> mx.array:
-        """The filled array. The view is given up, so that MLX may later write in place."""
+        """Return the filled array; the view is dropped, so that MLX may later write in place."""
         bits = self._bits
         del self._bits, self.view
         return bits.view(self._dtype)
 
 
 def row_of(logprobs: mx.array) -> Numbers:
-    """A row of log-probabilities as float32, shape (vocabulary,); exact for narrower types."""
+    """Return a row of log-probabilities as float32, shape (vocabulary,); exact for narrower types."""
     return np.array(logprobs.astype(mx.float32))
