@@ -70,6 +70,9 @@ class StatusCode(enum.Enum):
     SUCCESS = 5
 
 
+NO_TOKEN = -1  # what stands in a status for a first token that there is not
+
+
 @attrs.frozen
 class Status:
     """A prefill rank's report on a room.
@@ -80,7 +83,7 @@ class Status:
     room: Room
     code: StatusCode
     prefill_rank: Rank
-    first_token: int = -1
+    first_token: int = NO_TOKEN
     candidates: tuple[int, ...] | None = None
     cached_tokens: int = 0
     logprob: bytes | None = None

@@ -197,10 +197,10 @@ class CloseWindow:
 class Delivered:
     """A prompt's cache is whole in the arena; the values are those of the statuses, merged over the ranks.
 
-    `logprob` is the first token's natural logarithm, or None when prefill sent none.
+    `first_token` is None when prefill sent none; `logprob` is its natural logarithm, or None.
     """
 
-    first_token: int
+    first_token: int | None
     logprob: float | None
     candidates: tuple[int, ...] | None
     cached_tokens: int

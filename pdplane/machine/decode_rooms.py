@@ -74,15 +74,13 @@ class DecodeRoom:
         short = sorted(rank for rank, nbytes in self.expected.items() if self.landed.get(rank, 0) != nbytes)
         return f"no Success from prefill ranks {silent}, bytes missing from prefill ranks {short}"
 
-    def delivered(self) -> Delivered | None:
-        """Return the statuses merged by the rule of the wire; None when no rank sent a first token.
+    def delivered(self) -> Delivered:
+        """Return the statuses merged by the rule of the wire.
 
         A first token, a logprob and candidates that are present win, in rank order; cached tokens: the maximum.
         """
         statuses = [self.successes[rank] for rank in sorted(self.expected)]
         token = next((s.first_token for s in statuses if s.first_token >= 0), None)
-        if token is None:
-            return None
         logprob = next((s.first_logprob for s in statuses if s.logprob is not None), None)
         candidates = next((s.candidates for s in statuses if s.candidates), None)
         return Delivered(token, logprob, candidates, max(s.cached_tokens for s in statuses))
@@ -189,10 +187,7 @@ class DecodeRooms:
         """Go on if nothing is missing any more."""
         if not (room.has_every_status and room.has_every_byte):
             return
-        if room.delivered() is None:
-            self.break_(turn, room, Why(Cause.PEER_FAILED, "no prefill rank sent a first token"))
-        else:
-            self.move(turn, room, DecodeMove.COMPLETED)
+        self.move(turn, room, DecodeMove.COMPLETED)
 
     def break_(self, turn: DecodeTurn, room: DecodeRoom, why: Why) -> None:
         room.why = room.why or why
@@ -233,9 +228,8 @@ class DecodeRooms:
             turn.add(CloseWindow(number, room.generation))
         peer = self._peers.get(room.peer)
         self._bury(turn, room, raw=before is DecodeState.WAITING and peer is not None and peer.is_legacy)
-        delivered = room.delivered() if room.state is DecodeState.READY else None
-        if delivered is not None:
-            turn.add(Deliver(number, ticket, delivered))
+        if room.state is DecodeState.READY:
+            turn.add(Deliver(number, ticket, room.delivered()))
             return
         why = room.why or Why(Cause.INTERNAL, "unknown")
         if peer is not None and before is DecodeState.WAITING:

@@ -166,7 +166,9 @@ class DecodeNode:
             delivered = done.result()
             if leg.why is not None:
                 raise RoomFailed(leg.request.room, leg.why.cause, leg.why.text)
-            request = self._continue(leg, delivered)
+            if delivered.first_token is None:  # every daemon's prefill draws one; a serving stack's own need not
+                raise RoomFailed(leg.request.room, Cause.PEER_FAILED, "prefill sent no first token")
+            request = self._continue(leg, delivered, delivered.first_token)
             leg.job = self._engine.decode(
                 request, lambda token: self._token(leg, token), lambda: self._assembled(leg, whole)
             )
@@ -178,12 +180,12 @@ class DecodeNode:
         if leg.why is not None:
             leg.job.cancel()
 
-    def _continue(self, leg: DecodeLeg, delivered: Delivered) -> EngineDecodeRequest:
+    def _continue(self, leg: DecodeLeg, delivered: Delivered, first_token: int) -> EngineDecodeRequest:
         logprob = float("nan") if delivered.logprob is None else delivered.logprob
         return EngineDecodeRequest(
             leg.request.tokens,
             dict(leg.blocks or {}),
-            Token(delivered.first_token, logprob),
+            Token(first_token, logprob),
             leg.request.max_tokens,
             leg.stop_ids,
             leg.request.sampling,

@@ -18,6 +18,7 @@ from pdplane.kv.copies import U64, Copies, plan_block_copies
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import chunk_blocks, chunk_positions
 from pdplane.machine.actions import Delivered, Destination
+from pdplane.messages import NO_TOKEN
 
 T = TypeVar("T")
 
@@ -132,14 +133,21 @@ class PrefillRoom:
 
     def finish(
         self,
-        first_token: int,
+        first_token: int | None = None,
         logprob: float | None = None,
         candidates: Sequence[int] | None = None,
         cached_tokens: int = 0,
     ) -> Future[None]:
-        """Send Success with these values once every push is acknowledged; return `done`."""
-        self._offered()
-        token = _whole(first_token, "first_token", 0, 2**31 - 1)  # a room cannot succeed without a first token
+        """Send Success with these values once every push is acknowledged; return `done`.
+
+        Without a first token decode is told that there is none: for engines that draw it on decode. Raises
+        LocalProtocolError for values that no status can carry, and when a decode rank of the older generation takes
+        part, which cannot do without.
+        """
+        window = self._offered()
+        if first_token is None and not all(destination.generation for destination in window.destinations):
+            raise LocalProtocolError(f"room {self.room}: a legacy decode rank takes part, it needs a first token")
+        token = NO_TOKEN if first_token is None else _whole(first_token, "first_token", 0, 2**31 - 1)
         chosen = tuple(_whole(candidate, "a candidate", -(2**31), 2**31 - 1) for candidate in candidates or ())
         self._finish(token, logprob, chosen, _whole(cached_tokens, "cached_tokens", 0, 2**63 - 1))
         return self.done

@@ -13,6 +13,7 @@ from pdplane.kv.arena import Arena, Pool
 from pdplane.kv.copies import window_runs
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, blocks_needed, build_manifest, logical_slots
+from pdplane.messages import NO_TOKEN
 from pdplane.plane.decode import DecodePlane
 from pdplane.plane.rooms import RoomOffered
 from pdplane.testing.bench_layouts import bench_page
@@ -142,7 +143,7 @@ class _DecodeRun:
         self._side.events(
             "RemotePrefillDoneEvent",
             room=self.room,
-            token=delivered.first_token,
+            token=NO_TOKEN if delivered.first_token is None else delivered.first_token,
             spec=list(delivered.candidates or ()),
             seconds=round(seconds, 6),
             verified_bytes=good,

@@ -141,10 +141,9 @@ def test_failed_is_final_before_ready_and_nothing_after_it(decode: DecodeWitness
     assert decode.ended == {1: "failed", 2: "delivered"}
 
 
-def test_a_success_without_token_fails_the_room(decode: DecodeWitness) -> None:
-    assert seen(decode.handle(landed(), *success(token=-1))) == broken(
-        Cause.PEER_FAILED, "no prefill rank sent a first token"
-    )
+def test_a_success_without_token_delivers_none(decode: DecodeWitness) -> None:
+    delivered = Deliver(ROOM, 1, Delivered(None, None, None, 0))
+    assert decode.handle(landed(), *success(token=-1))[-1] == delivered
 
 
 def test_a_live_room_is_refused_and_the_first_one_ends_well(decode: DecodeWitness) -> None:

@@ -50,6 +50,15 @@ def test_our_decode_answers_what_a_legacy_prefill_computed(daemons: Daemons, htt
     until(lambda: decode.node.statistics()["blocks"]["free_parents"] == decode.parents, "the blocks")
 
 
+def test_a_cache_without_a_first_token_is_of_no_use_to_a_daemon(daemons: Daemons, http: LegacyRendezvous) -> None:
+    played, pool = played_prefill(daemons, http)
+    decode = daemons.decode()
+    asked = call(None, decode, PROMPT, at=http.endpoint)
+    played.serve(asked.decode.number, pool.allocate(blocks_needed(played.layout, len(PROMPT))), token=-1)
+    assert "prefill sent no first token" in asked.causes().pop()
+    until(lambda: decode.node.statistics()["blocks"]["free_parents"] == decode.parents, "the blocks")
+
+
 def test_blocks_come_back_when_the_writer_has_said_so(daemons: Daemons, http: LegacyRendezvous) -> None:
     played, _ = played_prefill(daemons, http)
     decode = daemons.decode()

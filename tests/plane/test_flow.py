@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
@@ -54,6 +55,18 @@ def test_layerwise_steps_travel_in_several_pushes(start_prefill: StartPrefill, s
     layout = prefill.plane.layout
     sent, landed = pages(layout, prefill.plane.arena, source), pages(layout, decode.plane.arena, meeting.target)
     assert (sent == landed).all()
+
+
+def test_a_first_token_is_optional(start_prefill: StartPrefill, start_decode: StartDecode) -> None:
+    prefill, decode = start_prefill(), start_decode()
+    for values in ({}, {"cached_tokens": 8}, {"first_token": 0}, {"candidates": (3, 4)}):
+        meeting = meet(prefill, decode)
+        meeting.work.wait_window(PATIENCE_S)
+        meeting.work.push(prefill.fill(10))
+        meeting.work.finish(**values)
+        wanted = {"first_token": None, "logprob": None, "candidates": None, "cached_tokens": 0} | values
+        assert attrs.asdict(meeting.waiting.wait(PATIENCE_S)) == wanted
+        meeting.give_back()
 
 
 def test_blocks_that_are_pushed_twice_do_not_count_for_those_that_are_missing(

@@ -49,6 +49,17 @@ def serve(prefill: PrefillSide, room: int, prompt_len: int = 10) -> Blocks:
     return source
 
 
+def test_a_legacy_decode_rank_needs_a_first_token(start_prefill: StartPrefill, start_legacy: StartLegacy) -> None:
+    prefill, decode = start_prefill(), start_legacy()
+    contact, _ = offer(prefill, decode, 7)
+    work = prefill.plane.open(7)
+    work.wait_window(PATIENCE_S)
+    work.push(prefill.fill(10))
+    assert refused(work.finish) == "room 7: a legacy decode rank takes part, it needs a first token"
+    work.finish(first_token=42)
+    assert decode.wait(7, contact).token == 42
+
+
 def refused(work: Callable[[], object]) -> str:
     with pytest.raises((RoomFailed, LocalProtocolError)) as caught:
         work()
