@@ -65,6 +65,7 @@ from pdplane import (
     SessionId,
     TransportOptions,
     WaitTimeout,
+    Why,
     WireError,
     blocks_needed,
     build_manifest,
@@ -174,6 +175,9 @@ def told(event: PlaneEvent) -> str:
 
 
 def blame(error: PdplaneError) -> str:
+    why: Why = error.why
+    if why.cause is Cause.CANCELLED:
+        return f"nobody: {why.text}"
     match error:
         case WaitTimeout() | RoomFailed():
             return f"room {error.room}"
