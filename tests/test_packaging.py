@@ -92,7 +92,8 @@ def test_the_sdist_runs_its_own_tests(sdist: Path) -> None:
 
 def test_the_wheel_has_the_product_and_nothing_else(wheel: Path, installed: Distribution) -> None:
     metadata = f"pdplane-{pdplane.__version__}.dist-info/"
-    product = {f"pdplane/{name}" for name in files(ROOT / "pdplane", "*.py")} | {"pdplane/py.typed"}
+    data = {"pdplane/py.typed", "pdplane/serving/page.html"}
+    product = data | {f"pdplane/{name}" for name in files(ROOT / "pdplane", "*.py")}
     assert {name for name in files(wheel) if not name.startswith(metadata)} == product
     assert f"{metadata}licenses/LICENSE" in files(wheel)
     assert [entry.value for entry in installed.entry_points] == ["pdplane.cli.main:main"]
