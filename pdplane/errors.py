@@ -16,7 +16,7 @@
     +- ConfigError                   (reason) also a ValueError; raised before anything starts
     +- InternalError                 (reason) "cannot happen"
 
-Every error has a `cause`, and whoever decides by an error decides by that: texts are for people. The text of an
+Every error has a `cause`, by which programs decide: texts are for people. The text of an
 error is made from its fields, and every error survives pickling.
 """
 
@@ -59,7 +59,7 @@ class Cause(enum.Enum):
 
     @classmethod
     def read(cls, word: object, default: Cause) -> Cause:
-        """The cause that a peer named; `default` for anything that is none, since other versions know other words."""
+        """Return the cause that a peer named, or `default` for a name of another version."""
         return next((cause for cause in cls if cause.value == word), default)
 
     @property
@@ -91,7 +91,7 @@ class PdplaneError(Exception):
 
     @property
     def why(self) -> Why:
-        """The cause and the text, for whoever else must be told."""
+        """The cause and the text, to pass on."""
         return Why(self.cause, str(self))
 
 
@@ -171,7 +171,7 @@ class RoomFailed(PdplaneError):
 
     @property
     def why(self) -> Why:
-        """The cause and the text, without the room and its path: whoever else is told has a path of its own."""
+        """The cause and the text, to pass on without the room and its path, of which each receiver has its own."""
         return Why(self.cause, self.text)
 
     def __str__(self) -> str:

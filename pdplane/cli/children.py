@@ -40,7 +40,7 @@ class Child:
     """
 
     def __init__(self, name: str, arguments: Sequence[str], *, own_log: bool = True) -> None:
-        """`own_log` keeps its standard error for the reason of a failure; else it goes where ours goes."""
+        """Start it; with `own_log` its standard error is kept for the reason of a failure, else it is ours."""
         self.name, self._own_log = name, own_log
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed in `close`; it has no name to leave behind)
         try:
@@ -82,7 +82,7 @@ class Child:
         return said
 
     def nudge(self) -> None:
-        """Send a line that says nothing; what a dead process does not get, the next `hear` finds out."""
+        """Send a line without content (`null`); that the process is dead shows in the next `hear`."""
         with contextlib.suppress(BrokenPipeError):
             self._lines.send(None)
 

@@ -1,4 +1,4 @@
-"""`pdplane serve`: one port that speaks OpenAI's API, a prefill and a decode daemon behind it.
+"""`pdplane serve`: one port with OpenAI's API, a prefill and a decode daemon behind it.
 
 The daemons are child processes, or running ones named by `--prefill` and `--decode`. A child that dies is started
 again, after a pause that doubles while it keeps dying.
@@ -49,7 +49,7 @@ _REFUSED: Mapping[str, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command; those of the model go to the daemons that it starts."""
+    """Add the flags of the command; those of the model go to the daemons that it starts."""
     add_model_flags(parser, required=False)
     serve = parser.add_argument_group("serving")
     serve.add_argument("--host", default="127.0.0.1", help="address where the API listens (default: 127.0.0.1)")
@@ -200,7 +200,7 @@ def _members(args: argparse.Namespace, http: HttpThread) -> tuple[Members, list[
 
 
 def _daemon(role: Role, args: argparse.Namespace) -> list[str]:
-    """The command line of a child: the model's flags as they were given, ports of its own."""
+    """Return the command line of a child: the model's flags as they were given, ports of its own."""
     words = ["pdplane.cli.main", role, "--exit-with-parent", "--port", "0"]
     words += ["--drain-timeout", f"{args.drain_timeout:g}", "--log-level", args.log_level]
     if args.log_json:
@@ -261,7 +261,7 @@ class Keeper:
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _run_once(self) -> None:
-        """One child from its start to its end. Raises ChildFailed when it ends by itself."""
+        """Run one child from its start to its end. Raises ChildFailed when it ends by itself."""
         with self._lock:
             if self._closing.is_set():
                 return

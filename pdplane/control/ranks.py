@@ -48,7 +48,7 @@ class RankLink:
     """
 
     def __init__(self, connected: socket.socket, name: str, lines: JsonLines | None = None) -> None:
-        """`lines` has read the greeting, and may hold what came right behind it."""
+        """Take over `lines`, which has read the greeting and may hold what came right behind it."""
         self._socket, self.name = connected, name
         self._lines = lines or JsonLines(connected)
         self._lines.max_line = _MAX_LINE

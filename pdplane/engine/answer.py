@@ -47,7 +47,7 @@ class Answer:
         return reason
 
     def resume(self) -> tuple[Forward, Sampler]:
-        """The caches of the whole prompt, and what chooses the second token."""
+        """Return the caches of the whole prompt, and what chooses the second token."""
         forward = self.assemble()
         self.on_assembled()
         sampler = Sampler(self.request.sampling, self.request.prompt, self.kept)

@@ -45,14 +45,14 @@ class Row:
         return (self.token, self.logprob, *(self.top or ()))
 
     def read(self, *, keep_row: bool = False) -> Token:
-        """The token, a `RowToken` when the row is to be kept; blocks until it is computed."""
+        """Wait until the token is computed and return it, as a `RowToken` when the row is to be kept."""
         token, logprob = int(number(self.token)), float(number(self.logprob))
         if keep_row:
             return RowToken(token, logprob, self._likeliest(), row=row_of(self.logprobs))
         return Token(token, logprob, self._likeliest())
 
     def _likeliest(self) -> TopLogprobs:
-        """The likeliest first, and equal ones by id."""
+        """Return the likeliest tokens, the likeliest first, equal ones by id."""
         if self.top is None:
             return ()
         ids, values = (numbers_in(array) for array in self.top)
@@ -80,7 +80,7 @@ class Sampler:
         return not self._processors and self._sampling.temperature == 0
 
     def follow(self, token: mx.array) -> None:
-        """This token, an array of one element, is the sequence's next."""
+        """Append this token, an array of one element, to the sequence."""
         if self._processors:
             history = mx.concatenate([self._history, token.reshape(1).astype(mx.int32)])
             self._history = history[-self._window :] if self._window else history
@@ -92,14 +92,14 @@ class Sampler:
                 self._next_key()
 
     def choose(self, logits: mx.array, agree: Callable[[mx.array], mx.array] = lambda token: token) -> Row:
-        """The next token for logits of shape (1, vocabulary); `agree` makes it the same on all ranks of a model."""
+        """Return the next token for logits of shape (1, vocabulary); `agree` makes it the same on all ranks."""
         for process in self._processors:
             logits = process(self._history, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         return self.row(agree(self._draw(logprobs)), logprobs.squeeze(0))
 
     def row(self, token: mx.array, logprobs: mx.array) -> Row:
-        """The outcome when `token` was chosen from `logprobs`, one for each token of the vocabulary."""
+        """Return the outcome when `token` was chosen from `logprobs`, one for each token of the vocabulary."""
         logprob = logprobs[token.reshape(1)]
         count = min(self._sampling.top_logprobs, logprobs.shape[-1])
         if count < 1:
@@ -116,7 +116,7 @@ class Sampler:
         return mx.random.categorical(bounded * (1.0 / asked.temperature), key=self._next_key())
 
     def _bounded(self, logprobs: mx.array) -> mx.array:
-        """In mlx-lm's order."""
+        """Apply the bounds of sampling in mlx-lm's order, and return the logprobs."""
         asked = self._sampling
         if 0 < asked.top_p < 1:
             logprobs = apply_top_p(logprobs, asked.top_p)
@@ -150,7 +150,7 @@ def _processors(asked: Sampling) -> list[Processor]:
 
 
 def _window(asked: Sampling) -> int:
-    """How many tokens of history the penalties can see; 0: all."""
+    """Return how many tokens of history the penalties can see; 0: all."""
     sizes = [
         size
         for size, penalty, neutral in [

@@ -233,7 +233,7 @@ def arrow(step: Callable[Concatenate[Node, AnyLeg, Rest], None]) -> Callable[Con
 
 
 def why_ended(role: str, job: Future[Any]) -> Why:
-    """Why the engine's job gave no result. What it says of itself is for people, like every text."""
+    """Return why the engine's job gave no result; its own text is for people."""
     if job.cancelled():
         return Why(Cause.CANCELLED, f"{role} was cancelled")
     error = job.exception()
