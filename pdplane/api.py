@@ -6,7 +6,7 @@ implement the first half; the MLX engine and `pdplane.toy.engine` implement the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -244,6 +244,44 @@ class Detokenizer(Protocol):
         """Return the text that was still held back."""
 
 
+@attrs.frozen
+class ToolCall:
+    """A tool that an answer calls; `arguments` are JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@attrs.frozen
+class Said:
+    """A piece of a chat's answer taken apart."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+def join_said(pieces: Iterable[Said]) -> Said:
+    """Return several pieces as one."""
+    said = list(pieces)
+    return Said(
+        "".join(piece.content for piece in said),
+        "".join(piece.reasoning for piece in said),
+        tuple(call for piece in said for call in piece.calls),
+    )
+
+
+class Speech(Protocol):
+    """Takes the text of one answer apart as it grows."""
+
+    def add(self, text: str) -> Said:
+        """Take a piece of the text and return what is certain by now."""
+
+    def finish(self) -> Said:
+        """Return what was held back."""
+
+
 class Tokenizer(Protocol):
     """Text to tokens and back; usable from any thread."""
 
@@ -254,14 +292,28 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the text's token ids, with the model's own special tokens."""
 
-    def apply_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        roles: Mapping[str, str] | None = None,
+    ) -> list[int]:
         """Return token ids of a conversation, up to where the next answer begins.
 
-        Raises ConfigError without a template.
+        `settings` are variables of the chat template; `roles` are texts for the roles of a model without a template.
+        Raises ConfigError for what the template refuses or would not read.
         """
 
-    def detokenizer(self) -> Detokenizer:
-        """Return a detokenizer for one new sequence."""
+    def detokenizer(self, *, marks: bool = False) -> Detokenizer:
+        """Return one for a new sequence; with `marks` its text holds the special tokens that a `Speech` looks for."""
+
+    def spell(self, token: int) -> bytes:
+        """Return the bytes that a token stands for, for special ones their names."""
+
+    def speech(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] | None) -> Speech:
+        """Return what takes the answer to this prompt apart; it knows these tools."""
 
 
 class EngineJob(Protocol[T]):

@@ -56,7 +56,11 @@ def run_daemon(
             exit_with_parent()
         http.start()
         try:
-            facts = {"model_path": options.engine.model, "served_model_name": options.served_model_name}
+            facts = {
+                "model_path": options.engine.model,
+                "served_model_name": options.served_model_name,
+                "max_running_requests": options.max_waiting,
+            }
             node = make_node(http, facts)
             # Before the model is loaded: a busy port shows at once, and /health answers 503 meanwhile.
             endpoint = http.serve(make_app(node), options.host, options.http_port)

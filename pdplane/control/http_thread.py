@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 
 from pdplane.errors import InternalError, LocalProtocolError
 from pdplane.ids import Endpoint
@@ -23,6 +25,20 @@ T = TypeVar("T")
 
 _GRACE_S = 0.25  # time that running requests have when the server closes, before they are cancelled
 _BACKLOG = 512
+
+
+class _ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's log of a server: what is no HTTP/1.1 (a probe for HTTP/2, TLS) is one line of DEBUG, and no error."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:  # noqa: ANN401  (logging's own)
+        error = kwargs.get("exc_info")
+        if isinstance(error, HttpProcessingError):
+            level, msg, args, kwargs = logging.DEBUG, "no HTTP/1.1 request: %s", (_one_line(error),), {}
+        super().log(level, msg, *args, **kwargs)
+
+
+def _one_line(error: HttpProcessingError) -> str:
+    return " ".join(f"{type(error).__name__}: {error.message}".split())[:200]
 
 
 class HttpThread:
@@ -100,7 +116,9 @@ class HttpThread:
         # Listening here makes the loser of a race for a port get the same error as a latecomer; a name may take a
         # while, so not on the loop's thread.
         listener = await asyncio.get_running_loop().run_in_executor(None, listen, Endpoint(host, port))
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_GRACE_S)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=_GRACE_S, logger=_ServerLog(server_logger)
+        )
         await runner.setup()
         await web.SockSite(runner, listener, backlog=_BACKLOG).start()
         self._runners.append(runner)

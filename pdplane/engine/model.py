@@ -100,7 +100,7 @@ def load_tokenizer(name: str, *, progress: Progress = no_progress) -> MlxTokeniz
         wrapper = load_folder_tokenizer(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot load the tokenizer of model {name!r}: {_one_line(error)}") from error
-    return MlxTokenizer(wrapper._tokenizer, wrapper.eos_token_ids)
+    return MlxTokenizer(wrapper)
 
 
 def _download(name: str, progress: Progress) -> Path:
@@ -120,7 +120,7 @@ def _load_folder(name: str, path: Path, progress: Progress, prepare: Prepare | N
         network, wrapper, config = load_folder(path, lazy=prepare is not None)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, json.JSONDecodeError) as error:
         raise ConfigError(f"cannot load model {name!r} from {path}: {_one_line(error)}") from error
-    model = Model(name, network, MlxTokenizer(wrapper._tokenizer, wrapper.eos_token_ids), config, path)
+    model = Model(name, network, MlxTokenizer(wrapper), config, path)
     if prepare is not None:
         prepare(model)
     mx.eval(network.parameters())

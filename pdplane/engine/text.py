@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from pdplane.engine.untyped import HuggingFaceTokenizer
+from pdplane.engine.speech import MlxSpeech
+from pdplane.engine.untyped import Wrapper, plain_chat, render_chat, special_tokens, spelling
 from pdplane.errors import ConfigError
 
 _INCOMPLETE = "\ufffd"  # what a decoder prints for bytes that are no whole character yet
+_NO_SETTINGS = {
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+"""What the renderer is told by us: no variables of the template."""
 
 
 class MlxTokenizer:
-    """A Hugging Face tokenizer behind a lock: its Rust core refuses to be borrowed by two threads at once."""
+    """mlx-lm's wrapper of a Hugging Face tokenizer. Only one thread at a time makes tokens; any number make text."""
 
-    def __init__(self, hugging_face: HuggingFaceTokenizer, eos_ids: Iterable[int]) -> None:
-        self._inner = hugging_face
+    def __init__(self, wrapper: Wrapper) -> None:
+        self._wrapper, self._inner = wrapper, wrapper._tokenizer
         self._lock = threading.Lock()
-        self.eos_ids: frozenset[int] = frozenset(eos_ids)
+        self.eos_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)
+        marks, special = tuple(_marks(wrapper)), special_tokens(self._inner)
+        self._special = frozenset(special)
+        self._unmarked = frozenset(token for token, text in special.items() if not any(text in mark for mark in marks))
+        self._spelling = spelling(self._inner)
+        self.encode("")  # the first call may change the core, which no reader's thread then sees changing
 
     @property
     def vocab_size(self) -> int:
@@ -25,34 +39,83 @@ class MlxTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._inner.chat_template is not None
+        return bool(self._wrapper.has_chat_template)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the model's own BOS rule unless `special_tokens` is off."""
         with self._lock:
             return [int(token) for token in self._inner.encode(text, add_special_tokens=special_tokens)]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some token ids, without special tokens."""
-        with self._lock:
-            return str(self._inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def decode(self, tokens: Sequence[int], *, marks: bool = False) -> str:
+        """The text of some token ids without special tokens; `marks` keeps those that a `Speech` looks for."""
+        hidden = self._unmarked if marks else self._special
+        shown = [token for token in tokens if token not in hidden]
+        return str(self._inner.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def apply_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        roles: Mapping[str, str] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, ending where the assistant's answer begins.
 
-        Raises ConfigError when the model has no chat template.
+        A model without a chat template gets mlx-lm's plain form, with `roles` in place of its names. Raises
+        ConfigError for what the template refuses or would not read.
         """
+        settings = settings or {}
         if not self.has_chat_template:
-            raise ConfigError("this model has no chat template; send plain text")
+            if tools or settings:
+                raise ConfigError("this model has no chat template, so it takes no tools and no chat_template_kwargs")
+            return self.encode(plain_chat(messages, roles))
+        if roles is not None:
+            raise ConfigError("role_mapping is for models without a chat template; this one has its own")
+        template = self._template
+        if tools and template and "tools" not in template:
+            raise ConfigError("tools: this model's chat template does not read them")
+        for name in settings:
+            if name in _NO_SETTINGS:
+                raise ConfigError(f"chat_template_kwargs.{name} cannot be set by a request")
+        shown = [_as_known(message, template) for message in messages]
         with self._lock:
-            text = self._inner.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-            return [int(token) for token in self._inner.encode(str(text), add_special_tokens=False)]
+            text = render_chat(self._wrapper, shown, tools, settings)
+        return self.encode(text, special_tokens=False)
 
-    def detokenizer(self) -> MlxDetokenizer:
+    def detokenizer(self, *, marks: bool = False) -> MlxDetokenizer:
         """A fresh incremental decoder for one sequence."""
-        return MlxDetokenizer(self)
+        return MlxDetokenizer(partial(self.decode, marks=marks))
+
+    def spell(self, token: int) -> bytes:
+        """The bytes that a token stands for, special ones by their names."""
+        return self._spelling(token)
+
+    def speech(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] | None) -> MlxSpeech:
+        """Takes the answer to this prompt apart; it calls no tools but these."""
+        return MlxSpeech(self._wrapper, prompt, tools)
+
+    @property
+    def _template(self) -> str:
+        """The template's text; empty when a program stands in its place."""
+        return str(self._inner.chat_template or "") if self._wrapper._chat_template is None else ""
+
+
+def _marks(wrapper: Wrapper) -> Iterator[str]:
+    """Every text by which a model says that it thinks or calls a tool."""
+    for mark in (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end):
+        if mark:
+            yield mark
+    yield from wrapper.structural_markers
+    for edges in wrapper.response_transitions.values():
+        yield from (mark for mark, _state in edges)
+
+
+def _as_known(message: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """OpenAI's newer name for the system is known to few templates."""
+    if message.get("role") == "developer" and template and "developer" not in template:
+        return {**message, "role": "system"}
+    return dict(message)
 
 
 class MlxDetokenizer:
@@ -62,8 +125,8 @@ class MlxDetokenizer:
     tokenizers treat the first token of a text in another way.
     """
 
-    def __init__(self, tokenizer: MlxTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here
         self._told = 0  # the text of the tokens before this one has been returned
@@ -84,6 +147,6 @@ class MlxDetokenizer:
         return piece
 
     def _pending(self) -> str:
-        before = self._tokenizer.decode(self._tokens[self._context : self._told])
-        whole = self._tokenizer.decode(self._tokens[self._context :])
+        before = self._decode(self._tokens[self._context : self._told])
+        whole = self._decode(self._tokens[self._context :])
         return whole[len(before) :]

@@ -21,6 +21,7 @@ from pdplane.engine.untyped import (
     parameters,
     quantise_network,
     replace_parameters,
+    wrap_tokenizer,
 )
 from pdplane.errors import ConfigError
 
@@ -167,4 +168,4 @@ def _tokenizer() -> MlxTokenizer:
     )
     fast.train_from_iterator([_SENTENCE] * 3, trainer)
     inner = make(tokenizer_object=fast, bos_token="<s>", eos_token="</s>", chat_template=_TEMPLATE)
-    return MlxTokenizer(inner, [EOS_ID])
+    return MlxTokenizer(wrap_tokenizer(inner, [EOS_ID]))

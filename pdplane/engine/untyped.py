@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn
 import mlx.utils
+from jinja2 import TemplateError
 from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper, _byte_decoder
 from mlx_lm.utils import load, load_tokenizer
+
+from pdplane.errors import ConfigError
 
 Cache: TypeAlias = Any
 """One of mlx-lm's cache objects."""
@@ -31,6 +36,12 @@ _mx: Any = mx
 _maybe_quantize: Any = maybe_quantize_kv_cache
 _load: Any = load
 _load_tokenizer: Any = load_tokenizer
+_wrapper: Any = TokenizerWrapper
+_bytes_of_letters: Any = _byte_decoder
+_BAD_CONVERSATION = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+"""What templates raise on purpose, and by messages that they were not made for."""
 
 
 def make_network(model_type: str, config: Mapping[str, object]) -> Network:
@@ -66,6 +77,60 @@ def load_folder(folder: Path, *, lazy: bool = False) -> tuple[Network, Any, dict
 def load_folder_tokenizer(folder: Path) -> Wrapper:
     """mlx-lm's tokenizer wrapper alone; raises what it finds wrong."""
     return _load_tokenizer(folder)
+
+
+def wrap_tokenizer(inner: HuggingFaceTokenizer, eos_ids: Sequence[int]) -> Wrapper:
+    """mlx-lm's wrapper around a tokenizer that comes from no folder."""
+    return _wrapper(inner, eos_token_ids=list(eos_ids))
+
+
+def render_chat(
+    wrapper: Wrapper,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    settings: Mapping[str, Any],
+) -> str:
+    """A conversation as the model's template writes it, up to the next answer. Raises ConfigError."""
+    given = {"tools": list(tools) if tools else None, **settings}
+    try:
+        return str(wrapper.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given))
+    except _BAD_CONVERSATION as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(f"messages: the model's chat template refuses them: {reason}") from error
+
+
+def plain_chat(messages: Sequence[Mapping[str, Any]], roles: Mapping[str, str] | None) -> str:
+    """A conversation as mlx-lm's server writes it for a model without a template."""
+    from mlx_lm.server import convert_chat  # two seconds, for few models
+
+    convert: Any = convert_chat
+    return str(convert(list(messages), dict(roles) if roles else None))
+
+
+def special_tokens(inner: HuggingFaceTokenizer) -> dict[int, str]:
+    """Tokens that mark places and are no text, by id."""
+    return {int(token): str(added.content) for token, added in inner.added_tokens_decoder.items() if added.special}
+
+
+def spelling(inner: HuggingFaceTokenizer) -> Callable[[int], bytes]:
+    """How this vocabulary spells its tokens in bytes: by letters for bytes, or as SentencePiece does."""
+    added = {int(token): str(found.content).encode() for token, found in inner.added_tokens_decoder.items()}
+    decoder = getattr(getattr(inner, "backend_tokenizer", None), "decoder", None)
+    letters: Mapping[str, int] = _bytes_of_letters() if decoder and b"ByteLevel" in decoder.__getstate__() else {}
+
+    def spell(token: int) -> bytes:
+        if token in added:
+            return added[token]
+        piece = inner.convert_ids_to_tokens(token)
+        if not isinstance(piece, str):
+            return b""  # the model has more rows than the tokenizer words
+        if letters and all(letter in letters for letter in piece):
+            return bytes(letters[letter] for letter in piece)
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+    return spell
 
 
 def load_gguf(file: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:

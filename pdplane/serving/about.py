@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
 from aiohttp import web
@@ -39,8 +40,10 @@ class AboutRoutes:
         for path in ("/model_info", "/get_model_info"):
             app.router.add_get(path, self._model_info)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._one_model)
         app.router.add_get("/get_load", self._load)
-        app.router.add_get("/v1/loads", self._loads)
+        for path in ("/v1/loads", "/loads"):
+            app.router.add_get(path, self._loads)
         app.router.add_get("/statistics", self._statistics)
         app.router.add_get("/metrics", self._scrape)
 
@@ -76,27 +79,26 @@ class AboutRoutes:
         return web.json_response({**_model(self._node.info()), "is_generation": True})
 
     async def _models(self, _request: web.Request) -> web.Response:
-        model = _model(self._node.info())
-        # smg pairs the legs of workers only when they are owned by "sglang".
-        entry = {
-            "id": model["served_model_name"],
-            "object": "model",
-            "created": 0,
-            "owned_by": "sglang",
-            "root": model["model_path"],
-            "max_model_len": model["context_length"],
-        }
-        return web.json_response({"object": "list", "data": [entry]})
+        return web.json_response({"object": "list", "data": [_entry(self._node.info())]})
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        entry, name = _entry(self._node.info()), request.match_info["name"]
+        if name not in (entry["id"], entry["id"].lstrip("/")):  # a client that joins paths loses a first slash
+            return refuse(404, f"model {name[:200]!r} is not served here; {entry['id']!r} is")
+        return web.json_response(entry)
 
     async def _load(self, _request: web.Request) -> web.Response:
-        return web.json_response([{"dp_rank": 0, **self._running()}])
+        return web.json_response([await self._busy()])
 
     async def _loads(self, _request: web.Request) -> web.Response:
-        return web.json_response({"loads": [{"dp_rank": 0, **self._running()}]})
+        now = datetime.now(UTC).isoformat()
+        return web.json_response({"timestamp": now, "dp_rank_count": 1, "loads": [await self._busy()]})
 
-    def _running(self) -> dict[str, int]:
-        running = sum(int(sample.value) for metric in self._metrics.running.collect() for sample in metric.samples)
-        return {"num_reqs": running, "num_running_reqs": running, "num_waiting_reqs": 0}
+    async def _busy(self) -> dict[str, int]:
+        taken = sum(int(sample.value) for metric in self._metrics.running.collect() for sample in metric.samples)
+        waiting = min(taken, await _off_the_loop(self._metrics.waiting))
+        running = taken - waiting
+        return {"dp_rank": 0, "num_reqs": taken, "num_running_reqs": running, "num_waiting_reqs": waiting}
 
     async def _statistics(self, _request: web.Request) -> web.Response:
         try:
@@ -111,6 +113,18 @@ class AboutRoutes:
 async def _off_the_loop(ask: Callable[[], T]) -> T:
     """Ask what waits for the node's threads, without making everybody wait."""
     return await asyncio.get_running_loop().run_in_executor(None, ask)
+
+
+def _entry(info: dict[str, Any]) -> dict[str, Any]:
+    model = _model(info)
+    return {
+        "id": model["served_model_name"],
+        "object": "model",
+        "created": 0,
+        "owned_by": "sglang",  # smg pairs the legs of no others
+        "root": model["model_path"],
+        "max_model_len": model["context_length"],
+    }
 
 
 def _model(info: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Errors as HTTP: the body is `{"error": {"message", "type", "code"}}`.
+"""Errors as HTTP, in OpenAI's shape: the body is `{"error": {"message", "type", "param", "code"}}`.
 
 The status and the code come from the error's `Cause`, never from its words: a peer's text decides nothing. Only
 statuses that gateways hand on unchanged are used: they turn 409, 429 and 504 into 500, and drop Retry-After.
@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pdplane.errors import Cause, PdplaneError
+from pdplane.serving.fields import BadField
 
 RETRY_AFTER_S = 1
 
@@ -42,6 +43,8 @@ _TYPES = {
     502: "peer_failed",
     503: "unavailable",
 }
+_KEPT = {405: 404, 413: 400}
+"""aiohttp's own refusals, and the status that gateways hand on in their place."""
 
 
 def cause_of(error: BaseException) -> Cause:
@@ -56,25 +59,33 @@ def status_of(error: BaseException) -> int:
     return STATUSES[cause_of(error)]
 
 
-def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    """The JSON of an error; `code` names what happened, where a `Cause` does."""
-    return {"error": {"message": message, "type": _TYPES.get(status, "internal_error"), "code": code}}
+def error_body(status: int, message: str, code: str | None = None, field: str | None = None) -> dict[str, Any]:
+    """The JSON of an error; `code` names what happened, where a `Cause` does, and `field` what was wrong."""
+    kind = _TYPES.get(status, "internal_error")
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
 def body_of(error: BaseException) -> dict[str, Any]:
     """The JSON of an error that a leg ended with."""
-    return error_body(status_of(error), str(error) or type(error).__name__, cause_of(error).value)
+    field = error.field if isinstance(error, BadField) else None
+    return error_body(status_of(error), str(error) or type(error).__name__, cause_of(error).value, field)
 
 
 def refuse(status: int, message: str, code: str | None = None) -> web.Response:
     """An error answer."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
-    return web.json_response(error_body(status, message, code), status=status, headers=headers)
+    return _answer(_KEPT.get(status, status), error_body(status, message, code))
 
 
 def answer_error(error: BaseException) -> web.Response:
     """The answer to a request that failed before its first byte."""
-    return refuse(status_of(error), str(error) or type(error).__name__, cause_of(error).value)
+    return _answer(status_of(error), body_of(error))
+
+
+def _answer(status: int, body: dict[str, Any]) -> web.Response:
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
+    answer = web.json_response(body, status=status, headers=headers)
+    answer.enable_chunked_encoding()  # gateways make a longer body of it and keep a length that we named
+    return answer
 
 
 @web.middleware

@@ -53,6 +53,11 @@ _QUEUES: Mapping[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("num_queue_reqs", "Requests that wait for blocks of this node.", ("blocks.waiting",)),
     ),
 }
+# By role: counts of requests that wait for their peer, for blocks or for the cache.
+_WAITING: Mapping[str, tuple[str, ...]] = {
+    "prefill": ("rooms.opened", "blocks.waiting"),
+    "decode": ("blocks.waiting", "rooms.resolving", "rooms.waiting"),
+}
 
 
 # Causes of a request whose halves never met.
@@ -64,7 +69,8 @@ class Metrics:
 
     def __init__(self, node: Node, role: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_NodeCounts(node, role))
+        self._counts = _NodeCounts(node, role)
+        self._registry.register(self._counts)
         self.running = self._gauge("num_running_reqs", "Requests being answered.")
         self.requests = self._counter("num_requests", "Requests that were let in.")
         self.first_token = self._histogram("time_to_first_token_seconds", "Request to first token.", _SECONDS)
@@ -86,6 +92,10 @@ class Metrics:
         if isinstance(error, RoomFailed):
             (self._bootstrap_failed if error.cause in _UNMET else self._transfer_failed).inc()
 
+    def waiting(self) -> int:
+        """Return how many requests wait for something of either side; 0 when the node does not answer."""
+        return self._counts.waiting()
+
     def text(self) -> bytes:
         """The exposition text."""
         return generate_latest(self._registry)
@@ -105,7 +115,15 @@ class _NodeCounts(Collector):
 
     def __init__(self, node: Node, role: str) -> None:
         self._node = node
-        self._queues = _QUEUES[role]
+        self._queues, self._waiting = _QUEUES[role], _WAITING[role]
+
+    def waiting(self) -> int:
+        """Return how many requests the node has, but cannot go on with yet."""
+        try:
+            counts = dict(flatten(self._node.statistics()))
+        except PdplaneError:
+            return 0
+        return int(sum(counts.get(path, 0) for path in self._waiting))
 
     def collect(self) -> Iterable[Metric]:
         everything = GaugeMetricFamily("pdplane_statistics", "Each count of the node.", labels=["count"])

@@ -1,4 +1,4 @@
-"""Carries a leg's tokens and its end from the node's threads to the event loop."""
+"""Carries the tokens and the ends of a request's legs from the node's threads to the event loop."""
 
 from __future__ import annotations
 
@@ -20,48 +20,47 @@ class End:
     error: BaseException | None = None
 
 
+@attrs.frozen
+class News:
+    """The tokens of one leg since the last news of it, and its end once that has come after them."""
+
+    index: int
+    tokens: tuple[Token, ...]
+    end: End | None
+
+
 class Relay:
-    """One leg's way onto the loop that made it; `put` and `watch` take calls from any thread."""
+    """The legs' way onto the loop that made it; `put` and `watch` take calls from any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
-        self._tokens: list[Token] = []
-        self._end: End | None = None
+        self._arrived = asyncio.Event()
+        self._tokens: dict[int, list[Token]] = {}
+        self._ends: dict[int, End] = {}
 
-    def put(self, token: Token) -> None:
-        """Take one token; harmless when the loop has closed."""
-        self._post(self._add, token)
+    def put(self, index: int, token: Token) -> None:
+        """Take one token of a leg; harmless when the loop has closed."""
+        self._post(lambda: self._tokens.setdefault(index, []).append(token))
 
-    def watch(self, done: Future[Any]) -> None:
-        """Take the leg's end from its future."""
-        done.add_done_callback(lambda ended: self._post(self._set_end, _end_of(ended)))
+    def watch(self, index: int, done: Future[Any]) -> None:
+        """Take a leg's end from its future."""
+        done.add_done_callback(lambda ended: self._post(lambda: self._ends.update({index: _end_of(ended)})))
 
-    async def next(self) -> tuple[list[Token], End | None]:
-        """Wait for news: the tokens since the last call, and the end once it has come after them."""
-        while not self._tokens and self._end is None:
-            self._news.clear()
-            await self._news.wait()
-        tokens, self._tokens = self._tokens, []
-        return tokens, self._end
+    async def next(self) -> list[News]:
+        """Wait for news of any leg."""
+        while not self._tokens and not self._ends:
+            self._arrived.clear()
+            await self._arrived.wait()
+        tokens, self._tokens = self._tokens, {}
+        ends, self._ends = self._ends, {}
+        return [
+            News(index, tuple(tokens.get(index, ())), ends.get(index)) for index in sorted(tokens.keys() | ends.keys())
+        ]
 
-    async def end(self) -> End:
-        """Wait for the end; tokens stay for `next`."""
-        while self._end is None:
-            self._news.clear()
-            await self._news.wait()
-        return self._end
-
-    def _add(self, token: Token) -> None:
-        self._tokens.append(token)  # looked up on the loop: `next` puts a new list here
-
-    def _set_end(self, end: End) -> None:
-        self._end = end
-
-    def _post(self, take: Callable[[Any], None], value: object) -> None:
+    def _post(self, take: Callable[[], object]) -> None:
         def arrive() -> None:
-            take(value)
-            self._news.set()
+            take()
+            self._arrived.set()
 
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(arrive)

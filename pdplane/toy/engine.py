@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from pdplane.api import GREEDY, EngineDecodeRequest, FinishReason, Sampling, Token
+from pdplane.api import GREEDY, EngineDecodeRequest, FinishReason, Said, Sampling, Token
 from pdplane.errors import ConfigError, InternalError
 from pdplane.ids import FieldId, GroupId
 from pdplane.kv.arena import Arena, Pool
@@ -33,6 +34,8 @@ from pdplane.toy.model import (
 )
 
 VOCABULARY = 256
+
+_SAID = ("role", "content")
 
 _LOOK_AGAIN_S = 0.005  # how soon a held engine notices that a job was cancelled
 
@@ -329,14 +332,47 @@ class ToyTokenizer:
         """Return the text's bytes."""
         return list(text.encode())
 
-    def apply_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return role and content of each message on a line of its own, then the assistant's beginning."""
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        roles: Mapping[str, str] | None = None,
+    ) -> list[int]:
+        """Role and content of each message on a line of its own, then the assistant's beginning; the rest as JSON."""
+        lines = [
+            f"{name}: {json.dumps(value)}\n" for name, value in (("tools", tools), ("settings", settings)) if value
+        ]
+        for message in messages:
+            role = message["role"]
+            lines.append(f"{(roles or {}).get(role, role)}: {message['content']}\n")
+            lines += [f"{key}: {json.dumps(value)}\n" for key, value in message.items() if key not in _SAID]
         return self.encode("".join(lines) + "assistant: ")
 
-    def detokenizer(self) -> ToyDetokenizer:
-        """Return a detokenizer for one new sequence."""
+    def detokenizer(self, *, marks: bool = False) -> ToyDetokenizer:
+        """A fresh one for one sequence; it has no marks."""
         return ToyDetokenizer()
+
+    def spell(self, token: int) -> bytes:
+        """The byte."""
+        return bytes([token & 0xFF])
+
+    def speech(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] | None) -> ToySpeech:
+        """The toy says everything aloud and calls nothing."""
+        return ToySpeech()
+
+
+class ToySpeech:
+    """A text as it is."""
+
+    def add(self, text: str) -> Said:
+        """All of it is content."""
+        return Said(text)
+
+    def finish(self) -> Said:
+        """Nothing was held back."""
+        return Said()
 
 
 class ToyDetokenizer:

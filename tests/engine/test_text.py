@@ -8,6 +8,7 @@ import pytest
 
 from pdplane.engine.text import MlxTokenizer
 from pdplane.engine.tiny import EOS_ID, build_tiny
+from pdplane.engine.untyped import wrap_tokenizer
 from pdplane.errors import ConfigError
 
 TEXTS = ["the quick fox", "", "héllo wörld", "🎉 emoji 🧑‍🚀 done", "  two  spaces\n\tand a tab ", "日本語のテキスト"]
@@ -45,11 +46,15 @@ def test_chat_ends_where_the_answer_begins(tokenizer: MlxTokenizer) -> None:
     assert tokenizer.decode(tokens) == "user: hi\nassistant: "
 
 
-def test_chat_without_a_template_is_refused() -> None:
+def test_a_model_without_a_template_gets_the_plain_form() -> None:
     inner = build_tiny("llama").tokenizer._inner
-    bare = MlxTokenizer(type(inner)(tokenizer_object=inner.backend_tokenizer), [])
-    with pytest.raises(ConfigError, match="no chat template"):
-        bare.apply_chat([{"role": "user", "content": "hi"}])
+    bare = MlxTokenizer(wrap_tokenizer(type(inner)(tokenizer_object=inner.backend_tokenizer), [EOS_ID]))
+    messages = [{"role": "user", "content": "hi"}]
+    assert bare.decode(bare.apply_chat(messages)).endswith("hi\nASSISTANT:")
+    roles = {"user": "U ", "assistant": "A", "stop": "|"}
+    assert bare.decode(bare.apply_chat(messages, roles=roles)) == "U hi|A"
+    with pytest.raises(ConfigError, match="takes no tools"):
+        bare.apply_chat(messages, tools=[{"type": "function"}])
 
 
 def test_threads_share_a_tokenizer(tokenizer: MlxTokenizer) -> None:

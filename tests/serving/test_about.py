@@ -57,8 +57,11 @@ def test_model_info(decode: Endpoint, path: str) -> None:
 
 
 def test_loads_and_statistics(node: FakeNode, decode: Endpoint) -> None:
-    assert ask(decode, "GET", "/get_load").json[0]["num_reqs"] == 0
-    assert ask(decode, "GET", "/v1/loads").json["loads"][0]["num_running_reqs"] == 0
+    loads = ask(decode, "GET", "/v1/loads").json
+    assert loads["dp_rank_count"] == len(loads["loads"]) == 1
+    assert loads["timestamp"]
+    assert ask(decode, "GET", "/get_load").json == loads["loads"]
+    assert (loads["loads"][0]["num_running_reqs"], loads["loads"][0]["num_waiting_reqs"]) == (0, 0)
     assert ask(decode, "GET", "/statistics").json == node.counts
 
 
@@ -87,7 +90,7 @@ def test_metrics_hold_what_was_measured_and_the_nodes_counts(node: FakeNode, dec
     } <= lines
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/generate", 405)])
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/generate", 404)])
 def test_unknown_paths_and_methods_are_json_too(decode: Endpoint, method: str, path: str, status: int) -> None:
     answer = ask(decode, method, path)
     assert answer.status == status

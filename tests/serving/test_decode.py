@@ -190,6 +190,7 @@ def test_a_failure_before_the_first_byte_has_its_status(
     assert answer.status == status
     assert answer.json["error"]["message"] == (str(error) or "CancelledError")
     assert answer.json["error"]["code"] == code
+    assert answer.headers["Transfer-Encoding"] == "chunked"
     assert ("Retry-After" in answer.headers) == (status == 503)
 
 

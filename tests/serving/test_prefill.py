@@ -51,7 +51,7 @@ def test_a_live_room_is_named_by_its_code(node: FakeNode, prefill: Endpoint, str
     node.script = fails(LocalProtocolError("room 7 is live", Cause.LIVE))
     answer = ask(prefill, "POST", "/generate", generate(stream=streamed))
     assert answer.status == 503
-    error = {"message": "room 7 is live", "type": "unavailable", "code": "room_is_live"}
+    error = {"message": "room 7 is live", "type": "unavailable", "param": None, "code": "room_is_live"}
     assert answer.json["error"] == error
 
 

@@ -1,0 +1,173 @@
+"""What one request asks of a daemon, whatever the dialect in which it was said.
+
+Both halves get the same body and read it the same way: prefill and decode agree on prompts, rooms, seeds and lengths
+without a word between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from pdplane.api import GREEDY, Node, Sampling, Tokenizer
+from pdplane.ids import Endpoint, Room
+from pdplane.serving.fields import BadField
+
+MAX_ANSWERS = 128
+MAX_TOKENS = 1 << 20
+
+
+@attrs.frozen(kw_only=True)
+class Defaults:
+    """What a request gets that does not say it; `template` are arguments of the chat template."""
+
+    sampling: Sampling = GREEDY
+    max_tokens: int = 512
+    template: Mapping[str, object] = attrs.Factory(dict)
+
+
+@attrs.frozen(kw_only=True)
+class Served:
+    """The model as a request is read against it, and as answers name it."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int | None
+    context_length: int | None
+    defaults: Defaults
+    bootstrap_port: int
+    """Of a rendezvous whose port a request leaves open."""
+
+    @classmethod
+    def of(cls, node: Node, defaults: Defaults, bootstrap_port: int) -> Served:
+        """What a node says of itself."""
+        info = node.info()
+        return cls(
+            name=str(info.get("served_model_name") or info.get("model_path") or "unknown"),
+            tokenizer=node.tokenizer,
+            vocab_size=info.get("vocab_size"),
+            context_length=info.get("context_length"),
+            defaults=defaults,
+            bootstrap_port=bootstrap_port,
+        )
+
+
+@attrs.frozen
+class Meeting:
+    """A room, and the rendezvous of its prefill; prefill's own half needs no address."""
+
+    room: Room
+    prefill: Endpoint | None
+
+
+@attrs.frozen(kw_only=True)
+class AskedAnswer:
+    """One answer: the prompt it continues, where its two halves meet, how its tokens are chosen."""
+
+    prompt: tuple[int, ...]
+    meeting: Meeting
+    max_tokens: int
+    sampling: Sampling
+
+
+@attrs.frozen(kw_only=True)
+class Asked:
+    """A whole request. `answers` are in the order of their indices: the first prompt's `n`, then the second's."""
+
+    request_id: str
+    answers: tuple[AskedAnswer, ...]
+    n: int
+    stop: tuple[str, ...]
+    stop_ids: frozenset[int]
+    ignore_eos: bool
+    stream: bool
+    include_usage: bool = False
+    logprobs: bool = False
+    spell: bool = False
+    """Whether logprobs come with the tokens' texts where the dialect leaves them out."""
+    tools: tuple[Mapping[str, Any], ...] | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once however many answers it has."""
+        return sum(len(answer.prompt) for answer in self.answers[:: self.n])
+
+
+def plan(
+    served: Served,
+    prompts: Sequence[tuple[int, ...]],
+    n: int,
+    meetings: Sequence[Meeting],
+    sampling: Sampling,
+    max_tokens: int | None,
+) -> tuple[AskedAnswer, ...]:
+    """One `AskedAnswer` for each prompt and number. Raises BadField for what the model cannot do."""
+    count = len(prompts) * n
+    if not 1 <= count <= MAX_ANSWERS:
+        raise BadField(f"n times prompts is {count}, not 1 to {MAX_ANSWERS}", "n")
+    places = spread(meetings, count)
+    return tuple(
+        AskedAnswer(
+            prompt=check_prompt(served, prompt),
+            meeting=places[index * n + number],
+            max_tokens=_length(served, len(prompt), max_tokens),
+            sampling=_sampling_of(sampling, number),
+        )
+        for index, prompt in enumerate(prompts)
+        for number in range(n)
+    )
+
+
+def _sampling_of(sampling: Sampling, number: int) -> Sampling:
+    if sampling.seed is None or not number:
+        return sampling
+    return attrs.evolve(sampling, seed=(sampling.seed + number) % 2**64)  # or all answers would be the same one
+
+
+def spread(meetings: Sequence[Meeting], count: int) -> list[Meeting]:
+    """A meeting for each of so many answers: neighbours share one that was given, under rooms derived from it.
+
+    Raises BadField when the answers cannot be shared out evenly.
+    """
+    share, rest = divmod(count, len(meetings)) if meetings else (0, 1)
+    if rest or not share:
+        raise BadField(f"bootstrap_room: {len(meetings)} rooms cannot be had for {count} answers", "bootstrap_room")
+    return [
+        attrs.evolve(meeting, room=derived_room(meeting.room, index)) for meeting in meetings for index in range(share)
+    ]
+
+
+def derived_room(room: Room, index: int) -> Room:
+    """The room of another answer of the same request: the room itself for index 0.
+
+    Else the first 63 bits of SHA-256 over the room (8 bytes) and the index (4 bytes), both big-endian.
+    """
+    if index == 0:
+        return room
+    digest = hashlib.sha256(room.to_bytes(8, "big") + index.to_bytes(4, "big")).digest()
+    return Room(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def check_prompt(served: Served, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """The prompt again. Raises BadField when it is empty or holds a token that the model has not."""
+    if not prompt:
+        raise BadField("the prompt is empty", "prompt")
+    if served.vocab_size is not None and max(prompt) >= served.vocab_size:
+        raise BadField(f"prompt: token id {max(prompt)} is not one of the model's {served.vocab_size}", "prompt")
+    return prompt
+
+
+def _length(served: Served, prompt_tokens: int, asked: int | None) -> int:
+    default, context = served.defaults.max_tokens, served.context_length
+    if context is None:
+        return asked or default
+    wanted = asked or max(1, min(default, context - prompt_tokens))
+    if prompt_tokens + wanted > context:
+        raise BadField(
+            f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the context of {context}",
+            "max_tokens",
+        )
+    return wanted

@@ -1,0 +1,191 @@
+"""The fields of a request's JSON, read one by one and checked: what nobody has read is refused at the end.
+
+So nothing that a client says is dropped unseen. `null` is the same as no field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from pdplane.errors import ConfigError
+
+MAX_TEXT = 1 << 16
+"""Characters of a short text: a name, an id, a stop string."""
+_MAX_DEPTH = 64
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+@attrs.frozen(eq=False)
+class BadField(ConfigError):
+    """A field of a request that is wrong or cannot be had; the reason names it and is the text."""
+
+    field: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """The body as an object. Raises BadField for anything else, and for texts that are no Unicode."""
+    try:
+        body = json.loads(data)
+        if _HALF_A_PAIR.search(data):
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadField("the body holds half a surrogate pair", "body") from error
+    except (ValueError, RecursionError) as error:
+        raise BadField("the body is not JSON", "body") from error
+    if not isinstance(body, dict):
+        raise BadField("the body is not a JSON object", "body")
+    return body
+
+
+class Fields:
+    """One JSON object. Each method takes a field out and returns its checked value, None or a default without it.
+
+    All of them raise BadField, which names the field. `end` refuses what is left.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+        self._left = {name: value for name, value in values.items() if value is not None}
+        self._path = path
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    def name(self, field: str) -> str:
+        """The field as an error names it."""
+        return f"{self._path}{field[:80]}"
+
+    def refuse(self, field: str, reason: str) -> BadField:
+        """The error that says what is wrong with a field."""
+        return BadField(f"{self.name(field)} {reason}", self.name(field))
+
+    def take(self, field: str) -> Any:  # noqa: ANN401  (JSON is what it is)
+        """Whatever stands there, unchecked."""
+        return self._left.pop(field, None)
+
+    def flag(self, field: str, *, default: bool = False) -> bool:
+        """True or false."""
+        value = self.take(field)
+        if value is not None and not isinstance(value, bool):
+            raise self.refuse(field, f"{short(value)} is not true or false")
+        return default if value is None else bool(value)
+
+    def whole(self, field: str, low: int, high: int) -> int | None:
+        """A whole number within bounds."""
+        value = self.take(field)
+        if value is not None and (type(value) is not int or not low <= value <= high):
+            raise self.refuse(field, f"{short(value)} is not a whole number from {low} to {high}")
+        return None if value is None else int(value)
+
+    def number(self, field: str, low: float = -math.inf, high: float = math.inf) -> float | None:
+        """A finite number within bounds."""
+        value = self.take(field)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not _finite(value):
+            raise self.refuse(field, f"{short(value)} is not a number")
+        if not low <= value <= high:
+            raise self.refuse(field, f"{short(value)} is not within {low:g} and {high:g}")
+        return float(value)
+
+    def text(self, field: str, longest: int = MAX_TEXT) -> str | None:
+        """A text of at most so many characters."""
+        value = self.take(field)
+        if value is not None and (not isinstance(value, str) or len(value) > longest):
+            raise self.refuse(field, f"is not a text of at most {longest} characters")
+        return None if value is None else str(value)
+
+    def texts(self, field: str, most: int) -> tuple[str, ...]:
+        """One text or a list of texts, none of them empty."""
+        value = self.take(field)
+        if value is None:
+            return ()
+        found = [value] if isinstance(value, str) else value
+        if not isinstance(found, list) or not all(
+            isinstance(item, str) and 0 < len(item) <= MAX_TEXT for item in found
+        ):
+            raise self.refuse(field, "is not a text or a list of texts")
+        if len(found) > most:
+            raise self.refuse(field, f"has more than {most} texts")
+        return tuple(found)
+
+    def ids(self, field: str) -> tuple[int, ...] | None:
+        """A list of token ids."""
+        value = self.take(field)
+        if value is None:
+            return None
+        if not is_ids(value):
+            raise self.refuse(field, "is not a list of token ids")
+        return tuple(value)
+
+    def mapping(self, field: str) -> Mapping[str, Any] | None:
+        """An object, not nested without end."""
+        value = self.take(field)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(field, "is not an object")
+        self.check_depth(field, value)
+        return value
+
+    def list(self, field: str) -> Sequence[Any] | None:
+        """A list, not nested without end."""
+        value = self.take(field)
+        if value is not None and not isinstance(value, list):
+            raise self.refuse(field, "is not a list")
+        self.check_depth(field, value)
+        return value
+
+    def only(self, field: str, *allowed: object) -> None:
+        """A field that changes nothing with these values, and that cannot be had with any other."""
+        value = self.take(field)
+        if value is not None and not any(type(value) is type(good) and value == good for good in allowed):
+            raise self.refuse(field, f"{short(value)} is not supported")
+
+    def ignore(self, *fields: str) -> None:
+        """Fields that cannot change an answer."""
+        for field in fields:
+            self.take(field)
+
+    def end(self) -> None:
+        """Refuse every field that was not read."""
+        for field in self._left:
+            raise self.refuse(field, "is not supported")
+
+    def check_depth(self, field: str, value: object) -> None:
+        """Refuse what is nested too deep for a template to be walked through."""
+        layer = [value]
+        for _depth in range(_MAX_DEPTH):
+            layer = [inner for item in layer for inner in _inside(item)]
+            if not layer:
+                return
+        raise self.refuse(field, f"is nested deeper than {_MAX_DEPTH}")
+
+
+def is_ids(value: object) -> bool:
+    """Whether this is a list of whole numbers that can be token ids."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in value)
+
+
+def short(value: object) -> str:
+    """A value as an error shows it."""
+    return json.dumps(value)[:60]
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _inside(value: object) -> Sequence[object]:
+    if isinstance(value, dict):
+        return [item for item in value.values() if isinstance(item, dict | list)]
+    return [item for item in value if isinstance(item, dict | list)] if isinstance(value, list) else ()
