@@ -143,6 +143,8 @@ def push(room: PrefillRoom, source: Blocks) -> Future[None]:
     window: RoomWindow = room.wait_window(timeout_s=30)
     destination: Destination = window.destinations[0]
     _whose: tuple[SessionId, Generation] = (destination.session, destination.generation)
+    complete: dict[GroupId, range] = room.slots(range(32))
+    assert complete == {KV: range(2)}
     room.push(source, steps=range(1), chunk=range(32))
     room.push(source, steps=range(1), chunk=range(32, window.prompt_len))
     return room.finish(first_token=7, logprob=-0.5, candidates=[7, 8], cached_tokens=0)

@@ -16,7 +16,7 @@ from pdplane.errors import Cause, InternalError, LocalProtocolError, PdplaneErro
 from pdplane.ids import MAX_ROOM, FieldId, GroupId, Room, SessionId
 from pdplane.kv.copies import U64, Copies, plan_block_copies
 from pdplane.kv.layout import Layout
-from pdplane.kv.manifest import chunk_blocks, chunk_positions
+from pdplane.kv.manifest import check_chunk, chunk_positions
 from pdplane.machine.actions import Delivered, Destination
 from pdplane.messages import NO_TOKEN
 
@@ -85,9 +85,7 @@ class PrefillRoom:
     window: Future[RoomWindow] = attrs.field(factory=_open_future, init=False)
     done: Future[None] = attrs.field(factory=_open_future, init=False)
     released: Future[None] = attrs.field(factory=_open_future, init=False)
-    _pushed: dict[FieldId, int] = attrs.field(
-        factory=dict, init=False
-    )  # how many of the manifest's blocks, from the first on
+    _pushed: dict[FieldId, int] = attrs.field(factory=dict, init=False)  # blocks of the manifest, from its first on
     _layout: Layout
     _push: Callable[[Mapping[SessionId, Copies]], None]
     _finish: Callable[[int, float | None, Sequence[int] | None, int], None]
@@ -108,28 +106,45 @@ class PrefillRoom:
     ) -> None:
         """Send these blocks' fields of the given layout steps (all of them by default); return at once.
 
-        `source_blocks` are this arena's ids for all of the window's slots, in slot order. Those that are sent must not
-        change before `released`. With `chunk` only the blocks that these tokens of the prompt complete are sent; chunks
-        follow each other without a gap, the first one begins at the window's `prefix_len` or before it. A push that
-        fails fails the room. Raises LocalProtocolError for blocks that were pushed before: decode counts bytes, so they
-        would hide others that are missing.
+        `source_blocks` are this arena's ids for the window's slots, in slot order. Those that are sent must not
+        change before `released`. With `chunk` only the blocks that these tokens of the prompt complete are sent:
+        `slots` names them, and ids of later slots may be missing still. Chunks follow each other without a gap, the
+        first one begins at the window's `prefix_len` or before it. A push that fails fails the room. Raises
+        LocalProtocolError for blocks that are missing, and for those that were pushed before: decode counts bytes, so
+        they would hide others.
         """
-        window = self._offered()
+        window, slots = self._offered(), self.slots(chunk)
         fields = None if steps is None else _fields_of(self._layout, steps)
+        ours = self._chosen(source_blocks, slots)
         copies = {
             destination.session: plan_block_copies(
                 destination.route,
                 self._layout,
-                _completed(self._layout, source_blocks, window, chunk),
+                ours,
                 destination.layout,
-                _completed(destination.layout, destination.manifest.blocks(), window, chunk),
+                {group_id: ids[_part(slots[group_id])] for group_id, ids in destination.manifest.blocks().items()},
                 fields,
             )
             for destination in window.destinations
         }
         if copies:
-            self._pushed.update(self._pushed_with(window, fields, chunk))
+            self._pushed.update(self._pushed_with(slots, fields))
         self._push({session: found for session, found in copies.items() if len(found.length)})
+
+    def slots(self, chunk: range | None = None) -> dict[GroupId, range]:
+        """Return which slots of the window a push of this chunk sends, by group: positions in `source_blocks`.
+
+        They are the blocks that the chunk's tokens complete, the last one of the prompt with its last token; without a
+        chunk, all. Raises LocalProtocolError for a chunk outside the prompt.
+        """
+        window = self._offered()
+        prefix_len, prompt_len = window.prefix_len, window.prompt_len
+        if chunk is not None:
+            check_chunk(self._layout, prefix_len, prompt_len, chunk)
+        tokens = range(prompt_len) if chunk is None else chunk
+        return {
+            spec.group_id: chunk_positions(spec, prefix_len, prompt_len, tokens) for spec in self._layout.group_specs
+        }
 
     def finish(
         self,
@@ -156,15 +171,35 @@ class PrefillRoom:
         """End the room and tell decode; return at once, harmless after the end."""
         self._cancel(Why(cause, text))
 
-    def _pushed_with(
-        self, window: RoomWindow, fields: frozenset[FieldId] | None, chunk: range | None
-    ) -> dict[FieldId, int]:
-        """Return how many blocks of each of these fields are pushed with this chunk."""
+    def _chosen(
+        self, source_blocks: Mapping[GroupId, Sequence[int]], slots: Mapping[GroupId, range]
+    ) -> dict[GroupId, Sequence[int]]:
+        """Return the ids of these slots. Raises LocalProtocolError that says which are wanted and missing."""
+        whole = self.slots()
+        for group_id, ids in source_blocks.items():
+            if group_id not in whole:
+                raise LocalProtocolError(f"room {self.room}: source_blocks name the unknown group {group_id!r}")
+            if len(ids) > whole[group_id].stop:
+                raise LocalProtocolError(
+                    f"room {self.room}: source_blocks have {len(ids)} blocks of group {group_id!r}, "
+                    f"the window has {whole[group_id].stop} slots"
+                )
+        found: dict[GroupId, Sequence[int]] = {}
+        for group_id, wanted in slots.items():
+            ids = source_blocks.get(group_id, ())
+            if wanted and len(ids) < wanted.stop:
+                raise LocalProtocolError(
+                    f"room {self.room}: this push sends the slots {wanted.start} to {wanted.stop - 1} of group "
+                    f"{group_id!r}, source_blocks have {len(ids)} blocks of it"
+                )
+            found[group_id] = ids[_part(wanted)]
+        return found
+
+    def _pushed_with(self, slots: Mapping[GroupId, range], fields: frozenset[FieldId] | None) -> dict[FieldId, int]:
+        """Return how many blocks of each of these fields are pushed with these slots."""
         found = {}
-        tokens = range(window.prompt_len) if chunk is None else chunk
-        for spec in self._layout.group_specs:
-            blocks = chunk_positions(spec, window.prefix_len, window.prompt_len, tokens)
-            for field in self._layout.fields_of(spec.group_id) if blocks else ():
+        for group_id, blocks in slots.items():
+            for field in self._layout.fields_of(group_id) if blocks else ():
                 if fields is not None and field.field_id not in fields:
                     continue
                 if blocks.start < self._pushed.get(field.field_id, 0):
@@ -232,10 +267,8 @@ class DecodeRoom:
         self.fail(error)
 
 
-def _completed(
-    layout: Layout, blocks: Mapping[GroupId, Sequence[int]], window: RoomWindow, chunk: range | None
-) -> Mapping[GroupId, Sequence[int]]:
-    return blocks if chunk is None else chunk_blocks(layout, blocks, window.prefix_len, window.prompt_len, chunk)
+def _part(slots: range) -> slice:
+    return slice(slots.start, slots.stop)
 
 
 def _fields_of(layout: Layout, steps: range) -> frozenset[FieldId]:

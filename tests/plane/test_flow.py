@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from pdplane.errors import LocalProtocolError, RoomFailed, WireError
-from pdplane.ids import Endpoint, new_room
+from pdplane.ids import Endpoint, GroupId, new_room
 from pdplane.kv.manifest import Manifest, blocks_needed, build_manifest
 from pdplane.plane import rooms as events
 from pdplane.security import Secret
 from tests.plane.conftest import StartDecode, StartPrefill
 from tests.plane.sides import Meeting, meet, pages
+from tests.samples import KV, SNAPSHOT
 from tests.waiting import PATIENCE_S, until
 
 SECRET = Secret(b"a secret of some length")
@@ -89,6 +90,36 @@ def test_blocks_that_are_pushed_twice_do_not_count_for_those_that_are_missing(
         pages(side.plane.layout, side.plane.arena, blocks)
         for side, blocks in ((prefill, source), (decode, meeting.target))
     )
+    assert (sent == landed).all()
+
+
+def test_a_push_says_which_blocks_it_needs(start_prefill: StartPrefill, start_decode: StartDecode) -> None:
+    prefill, decode = start_prefill(), start_decode()
+    meeting = meet(prefill, decode, prompt_len=22)
+    with pytest.raises(LocalProtocolError, match="no window yet"):
+        prefill.plane.open(5).slots()
+    meeting.work.wait_window(PATIENCE_S)
+    source, work = prefill.fill(22), meeting.work
+    last = len(source[KV]) - 1
+    assert work.slots() == {KV: range(last + 1), SNAPSHOT: range(1)}
+    assert work.slots(range(9)) == {KV: range(2), SNAPSHOT: range(0)}
+    wrong = {
+        "this push sends the slots 0 to 1 of group 'kv', source_blocks have 1 blocks": ({KV: source[KV][:1]}, range(9)),
+        "this push sends the slots 0 to 1 of group 'kv', source_blocks have 0 blocks": ({}, range(9)),
+        f"slots 0 to {last} of group 'kv', source_blocks have {last} blocks": ({KV: source[KV][:last]}, None),
+        "the unknown group 'x'": ({**source, GroupId("x"): (1,)}, range(9)),
+        f"the window has {last + 1} slots": ({KV: (*source[KV], 1)}, range(9)),
+        "are no chunk of a prompt of 22": (source, range(9, 40)),
+    }
+    for text, (blocks, chunk) in wrong.items():
+        with pytest.raises(LocalProtocolError, match=text):
+            work.push(blocks, chunk=chunk)
+    work.push({KV: source[KV][:2]}, chunk=range(9))  # the blocks of later chunks may be unknown still
+    work.push(source, chunk=range(9, 22))
+    work.finish(first_token=1)
+    meeting.waiting.wait(PATIENCE_S)
+    sides = ((prefill, source), (decode, meeting.target))
+    sent, landed = (pages(side.plane.layout, side.plane.arena, blocks) for side, blocks in sides)
     assert (sent == landed).all()
 
 
