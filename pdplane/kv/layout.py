@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeAlias, TypeVar
+from typing import NoReturn, TypeAlias
 
 import attrs
 import numpy as np
@@ -40,9 +40,6 @@ HISTORY, STATE = "history", "state"
 FULL_SUFFIX, LATEST_SNAPSHOT = "full_suffix", "latest_snapshot"
 
 _LAYER = re.compile(r"layer\.([0-9]{1,9})\.")
-
-_V = TypeVar("_V")
-_K = TypeVar("_K")
 
 
 @attrs.frozen
@@ -82,7 +79,7 @@ class Field:
     @property
     def payload_bytes(self) -> int:
         """Bytes of one page of this field, without padding."""
-        return math.prod(self.shape) * self.element_bytes
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 @attrs.frozen
@@ -166,16 +163,16 @@ class Layout:
         return dict(self.partitions)
 
     def group(self, group_id: GroupId) -> Group:
-        return _known(self._groups, group_id, "group")
+        return self._groups.get(group_id) or _unknown("group", group_id)
 
     def spec(self, group_id: GroupId) -> GroupSpec:
-        return _known(self._specs, group_id, "group")
+        return self._specs.get(group_id) or _unknown("group", group_id)
 
     def field(self, field_id: FieldId) -> Field:
-        return _known(self._fields, field_id, "field")
+        return self._fields.get(field_id) or _unknown("field", field_id)
 
     def plane(self, plane_id: str) -> Plane:
-        return _known(self._planes, plane_id, "plane")
+        return self._planes.get(plane_id) or _unknown("plane", plane_id)
 
     def partition(self, field_id: FieldId) -> Partition | None:
         """Return how the field is split over ranks; None when every rank holds all of it."""
@@ -213,17 +210,23 @@ class Layout:
 
         Ids are trusted: validate a peer's manifest first.
         """
-        field = self.field(field_id)
-        plane = self.plane(field.plane_id)
-        first = plane.arena_offset_bytes + plane.bytes_per_lcm_block + field.field_offset_bytes
+        stride, first = self._pages.get(field_id) or _unknown("field", field_id)
         # The null block 0 lies one page before the first; wrapping arithmetic gives that too.
-        return (block_ids - np.uint64(1)) * np.uint64(field.page_stride_bytes) + np.uint64(first)
+        return (block_ids - np.uint64(1)) * stride + first
+
+    @cached_property
+    def _pages(self) -> dict[FieldId, tuple[np.uint64, np.uint64]]:
+        """The distance of a field's pages, and the offset in the arena of block 1's."""
+        found = {}
+        for field in self.fields:
+            plane = self.plane(field.plane_id)
+            first = plane.arena_offset_bytes + plane.bytes_per_lcm_block + field.field_offset_bytes
+            found[field.field_id] = np.uint64(field.page_stride_bytes), np.uint64(first)
+        return found
 
 
-def _known(table: Mapping[_K, _V], key: _K, what: str) -> _V:
-    if key not in table:
-        raise LocalProtocolError(f"the layout has no {what} {key!r}")
-    return table[key]
+def _unknown(what: str, name: str) -> NoReturn:
+    raise LocalProtocolError(f"the layout has no {what} {name!r}")
 
 
 # ---- What a layout must satisfy before anyone computes an address from it

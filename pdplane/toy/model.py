@@ -132,9 +132,13 @@ def write_kv(
     for layer in range(options.layers):
         for suffix in ("k", "v"):
             rows = kv_bytes(options, tokens, start, layer, suffix)[options.local_heads]
-            for index in range(len(tokens)):
-                slot, row = divmod(start + index, options.block_tokens)
-                page(arena, layout, _field(layer, suffix), blocks[slot])[:, row] = rows[:, index]
+            done = 0
+            while done < len(tokens):  # a block at a time
+                slot, row = divmod(start + done, options.block_tokens)
+                count = min(options.block_tokens - row, len(tokens) - done)
+                found = page(arena, layout, _field(layer, suffix), blocks[slot])
+                found[:, row : row + count] = rows[:, done : done + count]
+                done += count
 
 
 def write_state(
