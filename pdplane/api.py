@@ -423,6 +423,16 @@ class DecodeEngine(Engine, Protocol):
     def assemble(self, prompt_len: int, blocks: Mapping[GroupId, Sequence[int]]) -> EngineAssembly:
         """Begin a sequence while its blocks are still being written. Raises ConfigError for what cannot work."""
 
+    @property
+    def concurrency(self) -> int:
+        """How many sequences may run at once."""
+
+    def cache_nbytes(self, tokens: int) -> int:
+        """Return how many bytes the caches of one running sequence take at that many tokens, prompt and answer."""
+
+    def counts(self) -> Mapping[str, int]:
+        """Return how many sequences there are and were, by how they run."""
+
     def decode(
         self,
         request: EngineDecodeRequest,

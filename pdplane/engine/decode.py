@@ -2,22 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
 from pdplane.api import EngineDecodeRequest, FinishReason, Token
 from pdplane.engine.answer import Answer
+from pdplane.engine.batch import BatchJob, Member, why_alone
 from pdplane.engine.engine import MlxEngine
 from pdplane.engine.forward import Forward
-from pdplane.engine.pages import Assembly, Blocks
+from pdplane.engine.model import Prepare
+from pdplane.engine.options import EngineOptions, Progress, no_progress
+from pdplane.engine.pages import Assembly, Blocks, leaf_nbytes
+from pdplane.engine.ranks import RankGroup
 from pdplane.engine.sampling import Row, Sampler
 from pdplane.engine.thread import Job, Turns
 from pdplane.errors import ConfigError, InternalError
 
 
 class MlxDecodeEngine(MlxEngine):
-    """Continues sequences, one token a turn each, each alone in its batch: that keeps the bits of a single process."""
+    """Continues sequences: together in a batch where that can be, else each alone, a token a turn.
+
+    Alone, and in a batch of one, a sequence has the bits of one mlx-lm process; in a larger batch the ids are the same
+    but for near ties, and the bits depend on the cache and the BLAS. Sequences run alone under `exact`, on a model that
+    is split over ranks, and with caches that cannot be merged.
+    """
+
+    def __init__(self, options: EngineOptions, prepare: Prepare | None = None, group: RankGroup | None = None) -> None:
+        super().__init__(options, prepare, group)
+        self._batch: BatchJob | None = None
+        self._why_alone: str | None = None
+        self._alone = self._alone_ever = 0
+        self._lock = threading.Lock()
+
+    def start(self, progress: Progress = no_progress) -> None:
+        super().start(progress)
+        if self._batch is None:
+            self._why_alone = self.thread.call(self._find_why_alone)
+            grows = any(leaf.kind.is_history for leaf in self.opened.leaves)
+            self._batch = BatchJob(self.thread, self.opened.model.network, self.concurrency, grows=grows)
+
+    def facts(self) -> Mapping[str, str | int | None]:
+        return {**super().facts(), "decode_concurrency": self.concurrency, "sequences_alone_because": self._why_alone}
+
+    @property
+    def concurrency(self) -> int:
+        """How many sequences to run at once. A batch lets more wait; sequences that run alone are not held back."""
+        return self.options.decode_concurrency
+
+    def counts(self) -> Mapping[str, int]:
+        """Say how many sequences there are and were: in the batch, and alone (`facts` says why)."""
+        batch = self._batch.counts() if self._batch is not None else {}
+        return {**batch, "alone": self._alone, "alone_ever": self._alone_ever}
+
+    def cache_nbytes(self, tokens: int) -> int:
+        """Bytes of one sequence's caches at that many tokens; padding in a batch at most doubles them."""
+        return sum(leaf_nbytes(leaf, tokens) for leaf in self.opened.leaves)
 
     def assemble(self, prompt_len: int, blocks: Blocks) -> Assembly:
         """Begin a sequence before its prompt's KV is whole; for `EngineDecodeRequest.assembly`, or to be dropped.
@@ -37,7 +78,7 @@ class MlxDecodeEngine(MlxEngine):
         on_assembled: Callable[[], None],
         *,
         keep_rows: bool = False,
-    ) -> Job[FinishReason]:
+    ) -> Job[FinishReason] | Member:
         """Report every token, the first one included, and end with the reason.
 
         Both callbacks run on the MLX thread; an exception from one fails the job. `on_assembled` is called once, when
@@ -53,10 +94,31 @@ class MlxDecodeEngine(MlxEngine):
         answer = Answer(
             request, self._limit(request), on_token, on_assembled, lambda: self._assemble(request), self.kept, keep_rows
         )
+        if self._batch is not None and self._why_alone is None:
+            member = Member(answer)
+            self._batch.join(member)
+            return member
         mark = (
             f"{len(request.prompt)} tokens, then {request.first.id}, {request.max_tokens} at most, {request.sampling}"
         )
-        return self.thread.share(lambda: _turns(answer), request.key, mark)
+        job = self.thread.share(lambda: _turns(answer), request.key, mark)
+        self._count_alone(1)
+        job.future.add_done_callback(lambda _: self._count_alone(-1))
+        return job
+
+    def _count_alone(self, change: int) -> None:
+        with self._lock:
+            self._alone += change
+            self._alone_ever += max(change, 0)
+
+    def _find_why_alone(self) -> str | None:
+        if self._group is not None:
+            return "the model is split over ranks"
+        if self.options.exact:
+            return "bits come before speed (--exact)"
+        forward = Forward(self.opened.model, self.options)
+        forward.prepare(self.opened.leaves)
+        return why_alone(forward.caches)
 
     def _limit(self, request: EngineDecodeRequest) -> int:
         """Tokens that the sequence may have: the last one is never run, so the context may be passed by one."""

@@ -40,6 +40,12 @@ class EngineOptions:
     layerwise_interval: int = 1
     """Layers whose pages prefill gives away together while it computes the next ones; 0: all of them at the end."""
 
+    exact: bool = False
+    """Bits before speed: decode runs each sequence alone, in turns, and its bits are those of one mlx-lm process."""
+
+    decode_concurrency: int = 32
+    """How many sequences take steps together in decode's batch; the others wait with their first token."""
+
     assemble_ahead_bytes: int = 1 << 20
     """Decode copies what has landed once it is so much; what is less is left for the end, where it takes a moment."""
 
@@ -48,7 +54,7 @@ class EngineOptions:
             raise ConfigError(f"page_layout must be one of {', '.join(PAGE_LAYOUTS)}, not {self.page_layout!r}")
         if self.page_layout == "nhd" and self.kv_bits is not None:
             raise ConfigError("legacy pages (nhd) cannot express a quantised KV cache: drop kv_bits or take hnd")
-        for name in ("prefill_step_size", "block_tokens", "arena_bytes", "assemble_ahead_bytes"):
+        for name in ("prefill_step_size", "block_tokens", "arena_bytes", "assemble_ahead_bytes", "decode_concurrency"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.layerwise_interval < 0:

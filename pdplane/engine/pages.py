@@ -124,6 +124,12 @@ class Pages:
         leaf.kind.give(cache, tensors, length)
 
 
+def leaf_nbytes(leaf: Leaf, length: int) -> int:
+    """Bytes of one cache at that many tokens, with the rows that it keeps in reserve."""
+    rows = -(-length // _STEP) * _STEP if leaf.kind.is_history else 1
+    return sum(rows * math.prod(tensor.shape) * tensor.dtype.size for tensor in leaf.tensors)
+
+
 def reserve(leaf: Leaf, length: int) -> dict[str, Buffer]:
     """Zeroed memory for a history of `length` tokens, with rows in reserve: without them MLX copies it at once."""
     return {

@@ -238,6 +238,19 @@ class ToyDecodeEngine(ToyEngine):
         self.check_prompt_len(prompt_len)
         return ToyAssembly(self.layout, self.arena, blocks)
 
+    @property
+    def concurrency(self) -> int:
+        return self.options.concurrency
+
+    def cache_nbytes(self, tokens: int) -> int:
+        """Return the bytes of so many tokens' pages."""
+        options = self.options
+        return tokens * options.layers * options.heads * options.head_dim * 2
+
+    def counts(self) -> Mapping[str, int]:
+        """Return how many turns there were."""
+        return {"turns": self.turns}
+
     def decode(
         self,
         request: EngineDecodeRequest,

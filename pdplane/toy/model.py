@@ -54,6 +54,7 @@ class ToyOptions:
     tp_size: int = 1
     tp_rank: int = 0
     context_length: int = 4096
+    concurrency: int = 32
 
     def __attrs_post_init__(self) -> None:
         if self.tp_size < 1 or self.heads % self.tp_size or not 0 <= self.tp_rank < self.tp_size:

@@ -11,6 +11,7 @@ import numpy as np
 
 from pdplane.api import GREEDY, EngineDecodeRequest, FinishReason, Sampling, Token
 from pdplane.engine.decode import MlxDecodeEngine
+from pdplane.engine.model import Prepare
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.pages import Assembly, Blocks
 from pdplane.engine.prefill import MlxPrefillEngine
@@ -38,10 +39,10 @@ class Run:
 class Pair:
     """Two started engines; each has its own MLX thread and its own weights, as in two processes."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, prepare: Prepare | None = None) -> None:
         self.options = options
-        self.prefill = MlxPrefillEngine(options)
-        self.decode = MlxDecodeEngine(options)
+        self.prefill = MlxPrefillEngine(options, prepare)
+        self.decode = MlxDecodeEngine(options, prepare)
         self.prefill.start()
         self.decode.start()
         self.parts: list[tuple[range, range]] = []
