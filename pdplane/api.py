@@ -430,8 +430,8 @@ class DecodeEngine(Engine, Protocol):
     def cache_nbytes(self, tokens: int) -> int:
         """Return how many bytes the caches of one running sequence take at that many tokens, prompt and answer."""
 
-    def counts(self) -> Mapping[str, int]:
-        """Return how many sequences there are and were, by how they run."""
+    def counts(self) -> Mapping[str, int | Mapping[str, int]]:
+        """Return how many sequences there are, by how they run; `totals` are since the start."""
 
     def decode(
         self,

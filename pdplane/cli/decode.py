@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import attrs
 from aiohttp import web
 
 from pdplane.api import DecodeEngine, DecodeRequest
@@ -19,7 +20,7 @@ from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError
 from pdplane.node.decode import DecodeLeg, DecodeNode
 from pdplane.node.ranks import BeginLeg, Follower, LeadDecode, Meet, Ranks, Request
-from pdplane.options import duration, port
+from pdplane.options import count, duration, port
 from pdplane.plane.config import DecodeConfig
 from pdplane.serving.decode import decode_app
 
@@ -49,13 +50,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument(
         "--exact",
         action="store_true",
-        help="change nothing here, so that both command lines can be alike; prefill's flag decides",
+        help="run each sequence alone, in turns, with the bits of one mlx-lm process (default: batches, where bits may "
+        "differ); prefill's flag decides which pairs are refused",
+    )
+    own.add_argument(
+        "--decode-concurrency",
+        type=count,
+        default=32,
+        metavar="N",
+        help="how many sequences take each step together; the others wait for a place (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the daemon; return the exit code. Raises ConfigError."""
     options = daemon_options(args)
+    engine = attrs.evolve(options.engine, exact=args.exact, decode_concurrency=args.decode_concurrency)
+    options = attrs.evolve(options, engine=engine)
     config = DecodeConfig(
         **plane_fields(args),
         data_port=args.data_port,
@@ -65,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
     if (seat := seat_here()) is not None:
         return _run_rank(seat, args, options, config)
     with attaching_experts(args) as prepare:
-        engine = _engine(options, prepare)
+        decoder = _engine(options, prepare)
 
         def make_node(http: HttpThread, facts: Mapping[str, Any]) -> DecodeNode:
-            return DecodeNode(engine, config, http=http, max_waiting=options.max_waiting, facts=facts)
+            return DecodeNode(decoder, config, http=http, max_waiting=options.max_waiting, facts=facts)
 
         return run_daemon("decode", options, config, make_node, _app(args))
 

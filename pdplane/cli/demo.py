@@ -156,8 +156,8 @@ class _Demo:
     def _start_daemon(self, role: str) -> Child:
         words = ["pdplane.cli.main", role, "--model", self._model, "--exit-with-parent"]
         words += ["--port", "0", "--bootstrap-port", "0", "--prefill-step-size", str(_STEP_SIZE)]
-        words += ["--arena-bytes", "128MiB", "--drain-timeout", "1s", "--log-level", "warning"]
-        return self._children.start(role, words + (["--exact"] if role == "prefill" else []))
+        words += ["--arena-bytes", "128MiB", "--drain-timeout", "1s", "--log-level", "warning", "--exact"]
+        return self._children.start(role, words)
 
     def _ask(self, ready: Mapping[str, Mapping[str, Any]], tokens: list[int]) -> dict[str, Any]:
         sampling = {"ignore_eos": self._args.ignore_eos}

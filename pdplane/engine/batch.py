@@ -234,15 +234,16 @@ class BatchJob:
             self._thread.submit(self._turns).future.add_done_callback(self._stopped)
 
     def counts(self) -> dict[str, int]:
-        """Say how many members there are and were; read without a lock, so of one moment only roughly."""
+        """Count those who are here; read without a lock, so of one moment only roughly."""
         return {
             "members": sum(len(batch) for batch in list(self._batches)),
             "waiting": len(self._waiting) + len(self._arrived),
             "batches": len(self._batches),
-            "joined": self._joined,
-            "largest": self._largest,
-            "steps": self._steps,
         }
+
+    def totals(self) -> dict[str, int]:
+        """Count the steps and those who joined, and the members of the largest batch, since the start."""
+        return {"joined": self._joined, "largest": self._largest, "steps": self._steps}
 
     def _turns(self) -> Turns[None]:
         while self._greet():

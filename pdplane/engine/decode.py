@@ -44,17 +44,19 @@ class MlxDecodeEngine(MlxEngine):
             self._batch = BatchJob(self.thread, self.opened.model.network, self.concurrency, grows=grows)
 
     def facts(self) -> Mapping[str, str | int | None]:
-        return {**super().facts(), "decode_concurrency": self.concurrency, "sequences_alone_because": self._why_alone}
+        return {**super().facts(), "max_running_requests": self.concurrency, "sequences_alone_because": self._why_alone}
 
     @property
     def concurrency(self) -> int:
         """How many sequences to run at once. A batch lets more wait; sequences that run alone are not held back."""
         return self.options.decode_concurrency
 
-    def counts(self) -> Mapping[str, int]:
-        """Say how many sequences there are and were: in the batch, and alone (`facts` says why)."""
-        batch = self._batch.counts() if self._batch is not None else {}
-        return {**batch, "alone": self._alone, "alone_ever": self._alone_ever}
+    def counts(self) -> Mapping[str, int | Mapping[str, int]]:
+        """Count the sequences in the batch, and alone (`facts` says why), now and since the start."""
+        if self._batch is None:
+            raise InternalError("the engine was not started")
+        totals = {**self._batch.totals(), "alone": self._alone_ever}
+        return {**self._batch.counts(), "alone": self._alone, "totals": totals}
 
     def cache_nbytes(self, tokens: int) -> int:
         """Bytes of one sequence's caches at that many tokens; padding in a batch at most doubles them."""

@@ -326,4 +326,5 @@ class DecodeNode:
         """Return every count, JSON-able."""
         if self._plane is None or self._queue is None:
             raise LocalProtocolError("this decode has not started", Cause.CLOSING)
-        return {"legs": len(self._legs), "blocks": self._queue.counts(), **self._plane.statistics()}
+        counts = {"legs": len(self._legs), "sequences": dict(self._engine.counts()), "blocks": self._queue.counts()}
+        return {**counts, **self._plane.statistics()}

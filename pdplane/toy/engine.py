@@ -247,9 +247,9 @@ class ToyDecodeEngine(ToyEngine):
         options = self.options
         return tokens * options.layers * options.heads * options.head_dim * 2
 
-    def counts(self) -> Mapping[str, int]:
+    def counts(self) -> Mapping[str, int | Mapping[str, int]]:
         """Return how many turns there were."""
-        return {"turns": self.turns}
+        return {"totals": {"turns": self.turns}}
 
     def decode(
         self,

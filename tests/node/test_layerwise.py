@@ -23,7 +23,7 @@ from pdplane.toy.engine import ToyAssembly, ToyPrefillEngine
 from tests.node.conftest import SHORT, Daemons, Decode, Prefill, call, idle, prompt
 from tests.waiting import PATIENCE_S, until
 
-SMALL = EngineOptions("", prefill_step_size=24, block_tokens=8, arena_bytes=4 << 20, assemble_ahead_bytes=1)
+SMALL = EngineOptions("", prefill_step_size=24, block_tokens=8, arena_bytes=4 << 20, assemble_ahead_bytes=1, exact=True)
 
 
 class Turnstile(threading.Event):
