@@ -58,7 +58,7 @@ def padding(lengths: Sequence[int]) -> int | None:
     return sum(longest - length for length in lengths)
 
 
-class Member:
+class BatchMember:
     """One sequence in the batch, or on its way there.
 
     `future` ends as a job's does. Used as a context it takes an exception from inside as its own end, so that one
@@ -95,7 +95,7 @@ class Member:
         if not self.future.done():
             self.future.set_exception(error)
 
-    def __enter__(self) -> Member:
+    def __enter__(self) -> BatchMember:
         return self
 
     def __exit__(
@@ -111,7 +111,7 @@ class Member:
 class _Place:
     """A member's place in a batch, and its token under way; `row` is None while that is the first one."""
 
-    member: Member
+    member: BatchMember
     sampler: Sampler
     token: mx.array
     row: Row | None = None
@@ -138,7 +138,7 @@ class Batch:
         return len(self._places)
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[BatchMember]:
         return [place.member for place in self._places]
 
     @property
@@ -146,7 +146,7 @@ class Batch:
         """How many rows each member has."""
         return [place.member.answer.rows for place in self._places]
 
-    def join(self, member: Member) -> None:
+    def join(self, member: BatchMember) -> None:
         """Take a member in whose first token has been reported; it ends here if its cache cannot be made."""
         with member:
             forward, sampler = member.answer.resume()
@@ -218,14 +218,14 @@ class BatchJob:
     def __init__(self, thread: EngineThread, network: Network, size: int, *, grows: bool) -> None:
         self._thread, self._network, self._size, self._grows = thread, network, size, grows
         self._lock = threading.Lock()
-        self._arrived: list[Member] = []
+        self._arrived: list[BatchMember] = []
         self._is_running = False
         # From here on the MLX thread's own.
-        self._waiting: deque[Member] = deque()
+        self._waiting: deque[BatchMember] = deque()
         self._batches: list[Batch] = []
         self._steps = self._joined = self._largest = 0
 
-    def join(self, member: Member) -> None:
+    def join(self, member: BatchMember) -> None:
         """Put a sequence in line. Raises InternalError when the thread does not run."""
         with self._lock:
             self._arrived.append(member)

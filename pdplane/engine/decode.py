@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from pdplane.api import EngineDecodeRequest, FinishReason, Token
 from pdplane.engine.answer import Answer
-from pdplane.engine.batch import BatchJob, Member, why_alone
+from pdplane.engine.batch import BatchJob, BatchMember, why_alone
 from pdplane.engine.engine import MlxEngine
 from pdplane.engine.forward import Forward
 from pdplane.engine.model import Prepare
@@ -80,7 +80,7 @@ class MlxDecodeEngine(MlxEngine):
         on_assembled: Callable[[], None],
         *,
         keep_rows: bool = False,
-    ) -> Job[FinishReason] | Member:
+    ) -> Job[FinishReason] | BatchMember:
         """Report every token, the first one included, and end with the reason.
 
         Both callbacks run on the MLX thread; an exception from one fails the job. `on_assembled` is called once, when
@@ -97,7 +97,7 @@ class MlxDecodeEngine(MlxEngine):
             request, self._limit(request), on_token, on_assembled, lambda: self._assemble(request), self.kept, keep_rows
         )
         if self._batch is not None and self._why_alone is None:
-            member = Member(answer)
+            member = BatchMember(answer)
             self._batch.join(member)
             return member
         mark = (

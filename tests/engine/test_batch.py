@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
 )
 
 from pdplane.api import GREEDY, EngineDecodeRequest, FinishReason, Sampling, Token
-from pdplane.engine.batch import FREE_PADDING, Batch, Member, padding, why_alone
+from pdplane.engine.batch import FREE_PADDING, Batch, BatchMember, padding, why_alone
 from pdplane.engine.model import Model
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.sampling import RowToken, Sampler
@@ -57,7 +57,7 @@ class Answered:
     """One request that was put to the decode engine."""
 
     tokens: list[Token] = attrs.field(factory=list)
-    job: Job[FinishReason] | Member | None = None
+    job: Job[FinishReason] | BatchMember | None = None
 
     @property
     def ids(self) -> list[int]:
