@@ -19,6 +19,7 @@ import attrs
 
 from pdplane.errors import Cause, Why
 from pdplane.ids import Generation, Life, Rank, Room, SessionId
+from pdplane.kv.copies import Copies
 
 
 @attrs.frozen
@@ -183,6 +184,49 @@ class Ping:
 class Drain:
     """The sender takes no new rooms and exits when the live ones have ended."""
 
+    text: str
+
+
+# ---- Facts that the data plane and the machines share
+
+
+PushKey: TypeAlias = tuple[Room, Generation, int]
+
+
+@attrs.frozen(eq=False)
+class Push:
+    """Bytes of a room to write into the receiver's arena.
+
+    `push` numbers the pushes of a room, 0 to 2**32-1. To repeat one after a cut, submit it again under the
+    same number with the same copies: segments that had landed count once.
+    """
+
+    room: Room
+    generation: Generation
+    push: int
+    copies: Copies
+
+    @property
+    def key(self) -> PushKey:
+        return self.room, self.generation, self.push
+
+
+@attrs.frozen
+class Landed:
+    """A push of this rank ended well; `nbytes` counts all whole segments of the rank in the room so far."""
+
+    room: Room
+    generation: Generation
+    prefill_rank: Rank
+    nbytes: int
+
+
+@attrs.frozen
+class WriterCut:
+    """The data connection of one life of a prefill rank ended; it had been accepted as a writer."""
+
+    prefill_rank: Rank
+    life: Life
     text: str
 
 

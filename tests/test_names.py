@@ -12,13 +12,7 @@ ROOT = Path(__file__).parents[1] / "pdplane"
 TWICE = {
     "Answer",
     "DecodeNode",
-    "DecodeRoom",
-    "Landed",
-    "Peer",
     "PrefillNode",
-    "PrefillRoom",
-    "Push",
-    "WriterCut",
 }
 
 

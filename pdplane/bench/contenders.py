@@ -19,9 +19,9 @@ from pdplane.errors import TransferError
 from pdplane.ids import Endpoint, Generation, Rank, Room, SessionId, new_life
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
+from pdplane.messages import Push
 from pdplane.transport.registry import close_shared, open_sender
 from pdplane.transport.reports import Connected, Pushed, PushFailed, Report, TransportOptions
-from pdplane.transport.sender import Push
 
 PATIENCE_S = 120.0
 _FRAMES = 1024  # blocks of one ZeroMQ message

@@ -8,12 +8,11 @@ import attrs
 
 from pdplane.errors import PdplaneError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
-from pdplane.kv.copies import Copies
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest
 from pdplane.kv.routes import RankRoute
 from pdplane.machine.events import Channel
-from pdplane.messages import Notice, Registration, Status
+from pdplane.messages import Notice, Push, Registration, Status
 
 
 @attrs.frozen
@@ -79,7 +78,7 @@ class Destination:
 
 
 @attrs.frozen
-class Windowed:
+class Offered:
     """Every expected decode rank has offered its blocks: work may begin."""
 
     room: Room
@@ -90,15 +89,12 @@ class Windowed:
 
 
 @attrs.frozen(eq=False)
-class Push:
+class StartPush:
     """Bytes for one offer; a PushEnded with the same number reports how it ended."""
 
     session: SessionId
     life: Life
-    room: Room
-    generation: Generation
-    push: int
-    copies: Copies
+    push: Push
     arena_base: int = 0
 
 
@@ -129,7 +125,7 @@ class Release:
 
 
 PrefillAction: TypeAlias = (
-    WakeAt | Fail | Send | OpenData | CloseData | Windowed | Push | CancelPush | Succeed | Release
+    WakeAt | Fail | Send | OpenData | CloseData | Offered | StartPush | CancelPush | Succeed | Release
 )
 
 # ---- decode

@@ -15,13 +15,14 @@ from pdplane.ids import Generation, Life
 from pdplane.kv.layout import Layout
 from pdplane.machine import events
 from pdplane.machine.actions import DecodeAction, Fail, LookUp, Turn, WakeAt
-from pdplane.machine.decode_rooms import DecodeRoom, DecodeRooms
-from pdplane.machine.peers import DecodeTurn, Link, Peer, Peers
+from pdplane.machine.decode_rooms import DecodeRooms, DecodeUse
+from pdplane.machine.peers import DecodeTurn, Link, Peers, PrefillPeer
 from pdplane.machine.settings import DecodeSettings
 from pdplane.machine.states import DecodeMove, DecodeState
 from pdplane.messages import (
     Failed,
     Fingerprint,
+    Landed,
     Refused,
     Registered,
     Registration,
@@ -29,6 +30,7 @@ from pdplane.messages import (
     StatusCode,
     UnknownSession,
     Window,
+    WriterCut,
 )
 
 _TOO_MANY = Why(Cause.FULL, "too many live rooms")
@@ -209,7 +211,7 @@ class DecodeMachine:
             self._reported(turn, room, status)
 
     @_on.register
-    def _(self, event: events.Landed, turn: DecodeTurn) -> None:
+    def _(self, event: Landed, turn: DecodeTurn) -> None:
         room = self._rooms.waiting(turn, event.room, event.generation, None)
         if room is None or event.prefill_rank not in room.expected:
             return
@@ -222,12 +224,12 @@ class DecodeMachine:
         self._rooms.complete(turn, room)
 
     @_on.register
-    def _(self, event: events.WriterCut, turn: DecodeTurn) -> None:
+    def _(self, event: WriterCut, turn: DecodeTurn) -> None:
         self._peers.suspect(turn, event.life)
 
     # ---- peers
 
-    def _registered(self, turn: DecodeTurn, peer: Peer, link: Link, life: Life) -> None:
+    def _registered(self, turn: DecodeTurn, peer: PrefillPeer, link: Link, life: Life) -> None:
         if life != link.channel.life:
             self._lose(turn, peer, Why(Cause.PEER_LOST, "another life of prefill answered"), again=False)
             return
@@ -242,7 +244,7 @@ class DecodeMachine:
             elif room.state is DecodeState.RESOLVING and peer.is_joined:
                 self._rooms.move(turn, room, DecodeMove.JOINED)
 
-    def _lose(self, turn: DecodeTurn, peer: Peer, why: Why, *, again: bool = True) -> None:
+    def _lose(self, turn: DecodeTurn, peer: PrefillPeer, why: Why, *, again: bool = True) -> None:
         """Forget a peer and break its rooms; those that offered nothing yet look it up again if `again`."""
         self._rooms.totals["peers_lost"] += 1
         mine = [room for room in self._rooms if room.peer == peer.key]
@@ -261,11 +263,11 @@ class DecodeMachine:
             window = Window(event.room, Generation(event.ticket), event.prompt_hash)
             self._rooms.decline(turn, window, peer, why)
 
-    def _failed_by_prefill(self, turn: DecodeTurn, peer: Peer, failed: Failed) -> None:
+    def _failed_by_prefill(self, turn: DecodeTurn, peer: PrefillPeer, failed: Failed) -> None:
         if room := self._rooms.waiting(turn, failed.room, failed.generation, peer):
             self._rooms.break_(turn, room, Why(failed.why.cause.of_peer, f"prefill: {failed.why.text}"))
 
-    def _reported(self, turn: DecodeTurn, room: DecodeRoom, status: Status) -> None:
+    def _reported(self, turn: DecodeTurn, room: DecodeUse, status: Status) -> None:
         if status.code is StatusCode.FAILED:  # from an idle rank too: its instance agreed that the room is over
             self._rooms.break_(turn, room, Why(Cause.PEER_FAILED, f"prefill rank {status.prefill_rank} failed it"))
         elif status.code is not StatusCode.SUCCESS:

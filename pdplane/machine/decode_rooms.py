@@ -13,7 +13,7 @@ from pdplane.kv.copies import expected_bytes
 from pdplane.kv.layout import Layout
 from pdplane.machine.actions import CloseWindow, Deliver, Delivered, Fail, Offer, OpenWindow, Tell
 from pdplane.machine.events import DecodeRequested
-from pdplane.machine.peers import DecodeTurn, Link, Peer, PeerKey, Peers
+from pdplane.machine.peers import DecodeTurn, Link, PeerKey, Peers, PrefillPeer
 from pdplane.machine.quarantine import Quarantine
 from pdplane.machine.settings import DecodeSettings
 from pdplane.machine.states import DECODE_TABLE, DecodeMove, DecodeState, advance
@@ -23,7 +23,7 @@ from pdplane.messages import Cancel, Status, Window
 
 
 @attrs.define
-class DecodeRoom:
+class DecodeUse:
     """One use of a room number; its ticket is the generation in notices to prefill."""
 
     request: DecodeRequested
@@ -99,7 +99,7 @@ class DecodeRooms:
     ) -> None:
         self._settings, self._layout, self._session = settings, layout, session
         self._peers, self._rejected = peers, rejected
-        self._live: dict[Room, DecodeRoom] = {}
+        self._live: dict[Room, DecodeUse] = {}
         self._graveyard = Graveyard()
         self._timers: Timers[Room] = Timers()
         self.quarantine = Quarantine(settings.quarantine_timeout_s)
@@ -107,21 +107,23 @@ class DecodeRooms:
 
     # ---- questions
 
-    def __iter__(self) -> Iterator[DecodeRoom]:
+    def __iter__(self) -> Iterator[DecodeUse]:
         """Return the live rooms."""
         return iter(list(self._live.values()))
 
-    def get(self, number: Room) -> DecodeRoom | None:
+    def get(self, number: Room) -> DecodeUse | None:
         return self._live.get(number)
 
-    def resolving(self, number: Room, bootstrap: Endpoint) -> DecodeRoom | None:
+    def resolving(self, number: Room, bootstrap: Endpoint) -> DecodeUse | None:
         """Return the room that waits for this look-up."""
         room = self._live.get(number)
         if room is None or room.state is not DecodeState.RESOLVING or room.request.bootstrap != bootstrap:
             return None
         return room
 
-    def waiting(self, turn: DecodeTurn, number: Room, generation: Generation, peer: Peer | None) -> DecodeRoom | None:
+    def waiting(
+        self, turn: DecodeTurn, number: Room, generation: Generation, peer: PrefillPeer | None
+    ) -> DecodeUse | None:
         """Return the waiting room of this generation (and this peer), or None after counting why there is none."""
         room = self._live.get(number)
         if room is not None and room.generation == generation and room.state is DecodeState.WAITING:
@@ -159,22 +161,22 @@ class DecodeRooms:
 
     # ---- moves
 
-    def open(self, turn: DecodeTurn, request: DecodeRequested) -> DecodeRoom:
+    def open(self, turn: DecodeTurn, request: DecodeRequested) -> DecodeUse:
         """Open a room under a free number."""
-        room = self._live[request.room] = DecodeRoom(request, turn.now)
+        room = self._live[request.room] = DecodeUse(request, turn.now)
         self._timers.set(request.room, turn.now + self._settings.bootstrap_timeout_s)
         return room
 
-    def attach(self, turn: DecodeTurn, room: DecodeRoom, peer: Peer) -> None:
+    def attach(self, turn: DecodeTurn, room: DecodeUse, peer: PrefillPeer) -> None:
         room.peer = peer.key
         if peer.is_joined:
             self.move(turn, room, DecodeMove.JOINED)
 
-    def offer(self, turn: DecodeTurn, room: DecodeRoom, link: Link) -> None:
+    def offer(self, turn: DecodeTurn, room: DecodeUse, link: Link) -> None:
         manifest = None if link.idle else room.request.manifest
         turn.add(Tell(link.channel, room.window), Offer(link.channel, room.request.room, manifest))
 
-    def succeeded(self, turn: DecodeTurn, room: DecodeRoom, status: Status) -> None:
+    def succeeded(self, turn: DecodeTurn, room: DecodeUse, status: Status) -> None:
         """Record that an expected rank has written all of its bytes."""
         first = room.successes.setdefault(status.prefill_rank, status) is status
         self.move(turn, room, DecodeMove.REPORTED)
@@ -183,22 +185,22 @@ class DecodeRooms:
             self._timers.set(room.request.room, turn.now + self._settings.late_bytes_s)
         self.complete(turn, room)
 
-    def complete(self, turn: DecodeTurn, room: DecodeRoom) -> None:
+    def complete(self, turn: DecodeTurn, room: DecodeUse) -> None:
         """Go on if nothing is missing any more."""
         if not (room.has_every_status and room.has_every_byte):
             return
         self.move(turn, room, DecodeMove.COMPLETED)
 
-    def break_(self, turn: DecodeTurn, room: DecodeRoom, why: Why) -> None:
+    def break_(self, turn: DecodeTurn, room: DecodeUse, why: Why) -> None:
         room.why = room.why or why
         self.move(turn, room, DecodeMove.BROKEN)
 
-    def move(self, turn: DecodeTurn, room: DecodeRoom, move: DecodeMove) -> None:
+    def move(self, turn: DecodeTurn, room: DecodeUse, move: DecodeMove) -> None:
         before = room.state
         if room.move(move, turn.now):
             self._entered(turn, room, before)
 
-    def decline(self, turn: DecodeTurn, window: Window, peer: Peer, why: Why) -> None:
+    def decline(self, turn: DecodeTurn, window: Window, peer: PrefillPeer, why: Why) -> None:
         """Tell the prefill ranks that know us that this use gets no blocks, so that its request need not wait."""
         cancel = Cancel(window.room, window.generation, why)
         for link in peer.links.values():
@@ -219,7 +221,7 @@ class DecodeRooms:
 
     # ---- states
 
-    def _entered(self, turn: DecodeTurn, room: DecodeRoom, before: DecodeState) -> None:
+    def _entered(self, turn: DecodeTurn, room: DecodeUse, before: DecodeState) -> None:
         if room.state is DecodeState.WAITING:
             self._enter_waiting(turn, room)
             return
@@ -242,7 +244,7 @@ class DecodeRooms:
         error = RoomFailed(number, why.cause, why.text, tuple(room.story))
         turn.add(Fail(number, ticket, error, held=bool(room.writers_left)))
 
-    def _bury(self, turn: DecodeTurn, room: DecodeRoom, *, raw: bool) -> None:
+    def _bury(self, turn: DecodeTurn, room: DecodeUse, *, raw: bool) -> None:
         number = room.request.room
         self._timers.drop(number)
         del self._live[number]
@@ -250,7 +252,7 @@ class DecodeRooms:
         self._graveyard.bury(number, Tombstone(room.why, turn.now + self._settings.tombstone_s, ended=ended))
         self.totals[room.state.value] += 1
 
-    def _enter_waiting(self, turn: DecodeTurn, room: DecodeRoom) -> None:
+    def _enter_waiting(self, turn: DecodeTurn, room: DecodeUse) -> None:
         peer = self._peers.get(room.peer)
         assert peer is not None, "a room joins through its peer"
         number, manifest = room.request.room, room.request.manifest

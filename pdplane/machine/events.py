@@ -15,7 +15,7 @@ from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.copies import Copies
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest
-from pdplane.messages import Notice, Registration, Route, Status
+from pdplane.messages import Landed, Notice, Registration, Route, Status, WriterCut
 
 _LEGACY = b"legacy "
 
@@ -281,24 +281,6 @@ class StatusFromPrefill:
     channel: Channel
     status: Status
     generation: Generation | None = None
-
-
-@attrs.frozen
-class Landed:
-    """Bytes of one prefill rank that landed for this use, whole segments only; a running total."""
-
-    room: Room
-    generation: Generation
-    prefill_rank: Rank
-    nbytes: int
-
-
-@attrs.frozen
-class WriterCut:
-    """The data connection of one life of a prefill rank ended."""
-
-    life: Life
-    text: str
 
 
 DecodeEvent: TypeAlias = (

@@ -42,7 +42,7 @@ class Link:
 
 
 @attrs.define
-class Peer:
+class PrefillPeer:
     """One data-parallel group of a prefill instance."""
 
     key: PeerKey
@@ -93,24 +93,24 @@ class Peers:
         self._settings, self._layout = settings, layout
         self._life, self._registration = life, registration
         self._hello = Hello(settings.version, life, fingerprint)
-        self._peers: dict[PeerKey, Peer] = {}
+        self._peers: dict[PeerKey, PrefillPeer] = {}
         self._sizes: dict[Endpoint, int] = {}
         self._timers: Timers[PeerKey] = Timers()
 
-    def __iter__(self) -> Iterator[Peer]:
+    def __iter__(self) -> Iterator[PrefillPeer]:
         return iter(list(self._peers.values()))
 
-    def get(self, key: PeerKey | None) -> Peer | None:
+    def get(self, key: PeerKey | None) -> PrefillPeer | None:
         return None if key is None else self._peers.get(key)
 
-    def link(self, channel: Channel) -> tuple[Peer, Link] | None:
+    def link(self, channel: Channel) -> tuple[PrefillPeer, Link] | None:
         for peer in self._peers.values():
             link = peer.links.get(channel.prefill_rank)
             if link is not None and link.channel == channel:
                 return peer, link
         return None
 
-    def fresh(self, bootstrap: Endpoint, room: Room, now: float) -> Peer | None:
+    def fresh(self, bootstrap: Endpoint, room: Room, now: float) -> PrefillPeer | None:
         """Return the joined peer that serves this room, if its last message is so recent that no look-up is needed."""
         size = self._sizes.get(bootstrap)
         peer = self._peers.get((bootstrap, room % size)) if size else None
@@ -126,7 +126,7 @@ class Peers:
     def earliest(self) -> float | None:
         return self._timers.earliest()
 
-    def same_lives(self, peer: Peer, found: PeerFound) -> bool:
+    def same_lives(self, peer: PrefillPeer, found: PeerFound) -> bool:
         """Return whether these are the known ranks; a restarted legacy rank shows only by its new address."""
         return all(
             peer.lives.get(rank.prefill_rank) == rank.life
@@ -134,7 +134,7 @@ class Peers:
             for rank in found.ranks
         )
 
-    def known_as(self, found: PeerFound) -> Peer | None:
+    def known_as(self, found: PeerFound) -> PrefillPeer | None:
         """Return the peer of the same ranks, found by another name of its rendezvous: their session stays one."""
         ranks = {rank.prefill_rank for rank in found.ranks}
         for peer in self._peers.values():
@@ -142,7 +142,7 @@ class Peers:
                 return peer
         return None
 
-    def join(self, turn: DecodeTurn, found: PeerFound) -> Peer:
+    def join(self, turn: DecodeTurn, found: PeerFound) -> PrefillPeer:
         """Connect to the ranks that we need and register. Raises LayoutMismatch or another ProtocolError."""
         compare_layouts(self._layout, found.layout)
         sizes = len(found.ranks), self._settings.tp_size
@@ -161,7 +161,7 @@ class Peers:
         lives = {rank.prefill_rank: rank.life for rank in found.ranks}
         endpoints = {rank.prefill_rank: rank.endpoint for rank in found.ranks}
         key = (found.bootstrap, found.dp_group)
-        peer = self._peers[key] = Peer(key, lives, endpoints, routes, links)
+        peer = self._peers[key] = PrefillPeer(key, lives, endpoints, routes, links)
         self._sizes[found.bootstrap] = found.dp_size
         for link in links.values():
             self.introduce(turn, link)
@@ -180,14 +180,14 @@ class Peers:
                 peer.suspect = True
                 turn.add(LookUp(peer.key[0], Room(peer.key[1])))
 
-    def forget(self, turn: DecodeTurn, peer: Peer) -> None:
+    def forget(self, turn: DecodeTurn, peer: PrefillPeer) -> None:
         self._timers.drop(peer.key)
         del self._peers[peer.key]
         if all(other.key[0] != peer.key[0] for other in self._peers.values()):
             self._sizes.pop(peer.key[0], None)
         turn.add(*(Disconnect(link.channel) for link in peer.links.values()))
 
-    def tend(self, turn: DecodeTurn) -> list[Peer]:
+    def tend(self, turn: DecodeTurn) -> list[PrefillPeer]:
         """Ping the peers that are due; return those of which a rank was silent for too long."""
         limit = self._settings.ping_interval_s * self._settings.ping_misses
         silent = []

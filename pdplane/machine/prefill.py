@@ -1,6 +1,6 @@
 """The prefill rank's decisions: events in, actions out, time as an argument.
 
-    decode's offer + the request -> Windowed -> pushes -> every push acknowledged -> Success -> Release
+    decode's offer + the request -> Offered -> pushes -> every push acknowledged -> Success -> Release
 
 A room that breaks tells its decode ranks and its caller at once, and releases its source blocks only when
 no push reads them any more. Each ticket gets one Succeed or Fail, and one Release.
@@ -19,11 +19,11 @@ from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, validate_manifest
 from pdplane.machine import events
 from pdplane.machine.actions import Fail, PrefillAction, Release, Send, Turn, WakeAt
-from pdplane.machine.prefill_rooms import TOO_MANY, Offered, PrefillRoom, PrefillRooms
-from pdplane.machine.sessions import Peer, PrefillTurn, Session, Sessions
+from pdplane.machine.prefill_rooms import TOO_MANY, PrefillRooms, PrefillUse, RankOffer
+from pdplane.machine.sessions import DecodePeer, PrefillTurn, Session, Sessions
 from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.states import PrefillMove, PrefillState
-from pdplane.machine.uses import Use, is_over
+from pdplane.machine.uses import Part, is_over
 from pdplane.messages import Cancel, Drain, Fingerprint, Hello, Ping, UnknownSession, Window
 
 
@@ -126,7 +126,7 @@ class PrefillMachine:
             self._unknown_session(turn, event)
             return
         generation, prompt_hash = (window.generation, window.prompt_hash) if window else (Generation(0), "")
-        self._offered(turn, event.room, Offered(session, generation, event.manifest, prompt_hash))
+        self._offered(turn, event.room, RankOffer(session, generation, event.manifest, prompt_hash))
 
     @_on.register
     def _(self, event: events.PreallocationRejected, turn: PrefillTurn) -> None:
@@ -138,7 +138,7 @@ class PrefillMachine:
             self._rejected["preallocation"] += 1
             self._rooms.tell_failed(turn, event.identity, event.room, generation, Why(Cause.REFUSED, event.reason))
             return
-        self._unusable(turn, event.room, Offered(session, generation, None, prompt_hash), event.reason)
+        self._unusable(turn, event.room, RankOffer(session, generation, None, prompt_hash), event.reason)
 
     # ---- what callers and transports say
 
@@ -169,7 +169,7 @@ class PrefillMachine:
         room = self._rooms.current(event.room, event.ticket)
         if room is None:
             return  # it ended meanwhile, and its caller has the error
-        if room.state is not PrefillState.WINDOWED:
+        if room.state is not PrefillState.OFFERED:
             self._rooms.break_(turn, room, Why(Cause.INTERNAL, f"pushed while the room is {room.state.value}"))
             return
         wanted = {destination.session for destination in room.destinations}
@@ -191,7 +191,7 @@ class PrefillMachine:
         room = self._rooms.current(event.room, event.ticket)
         if room is None or room.state is PrefillState.FINISHING:
             return  # it ended meanwhile, or this was said before
-        if room.state is not PrefillState.WINDOWED:
+        if room.state is not PrefillState.OFFERED:
             self._rooms.break_(turn, room, Why(Cause.INTERNAL, f"finished while the room is {room.state.value}"))
             return
         room.finish = event
@@ -215,7 +215,7 @@ class PrefillMachine:
 
     # ---- offers
 
-    def _offered(self, turn: PrefillTurn, number: Room, offer: Offered) -> None:
+    def _offered(self, turn: PrefillTurn, number: Room, offer: RankOffer) -> None:
         room = self._rooms.get(number)
         if self._is_late(turn, number, room, offer):
             self._rejected["late"] += 1
@@ -244,20 +244,20 @@ class PrefillMachine:
         self._rooms.offered(turn, room, offer)
         self._settle(turn, room)
 
-    def _is_late(self, turn: PrefillTurn, number: Room, room: PrefillRoom | None, offer: Offered) -> bool:
+    def _is_late(self, turn: PrefillTurn, number: Room, room: PrefillUse | None, offer: RankOffer) -> bool:
         """Return whether this use is over, or has its offer already."""
         if room is not None:
             known = room.offers.get(offer.session.id)
             older = known is not None and offer.generation < known.generation
-            return offer == known or older or is_over(room.ended, offer.use)
+            return offer == known or older or is_over(room.ended, offer.part)
         stone = self._rooms.tombstone(number, turn.now)
-        if stone is None or not offer.generation or not stone.covers(offer.use):
+        if stone is None or not offer.generation or not stone.covers(offer.part):
             return False
         if stone.why:  # a decode rank that offers it again may have missed the end
             self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, stone.why)
         return True
 
-    def _offer_refusal(self, turn: PrefillTurn, number: Room, room: PrefillRoom | None, offer: Offered) -> Why | None:
+    def _offer_refusal(self, turn: PrefillTurn, number: Room, room: PrefillUse | None, offer: RankOffer) -> Why | None:
         """Return why this offer cannot be taken, or None; a refusal leaves the room that it names alone."""
         if offer.session.life and not offer.generation:
             return Why(Cause.REFUSED, "no window notice came before the offer")
@@ -266,14 +266,14 @@ class PrefillMachine:
         stone = self._rooms.tombstone(number, turn.now)
         if stone is not None and not offer.generation:
             return stone.why or Why(Cause.LIVE, "the room has just ended")
-        if stone is not None and stone.missed_by(offer.use.peer):
-            self._rooms.remember(turn, number, stone, offer.use)
+        if stone is not None and stone.missed_by(offer.part.peer):
+            self._rooms.remember(turn, number, stone, offer.part)
             return stone.why
         if self._closing is not None:
             return self._closing
         return TOO_MANY if self._rooms.is_full else None
 
-    def _unusable(self, turn: PrefillTurn, number: Room, offer: Offered, reason: str) -> None:
+    def _unusable(self, turn: PrefillTurn, number: Room, offer: RankOffer, reason: str) -> None:
         """End a registered decode rank's part in a room, since its offer can never be written to."""
         self._rejected["preallocation"] += 1
         identity, why = offer.session.identity, Why(Cause.REFUSED, f"decode's offer is unusable: {reason}")
@@ -281,11 +281,11 @@ class PrefillMachine:
         room = self._rooms.get(number)
         if room is None:
             if offer.generation:
-                self._rooms.withdraw(turn, number, offer.use, offer.prompt_hash, why)
+                self._rooms.withdraw(turn, number, offer.part, offer.prompt_hash, why)
         elif room.takes_offers or room.takes_part(identity, offer.generation):
-            self._rooms.decline(turn, room, offer.use, why)
+            self._rooms.decline(turn, room, offer.part, why)
 
-    def _settle(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+    def _settle(self, turn: PrefillTurn, room: PrefillUse) -> None:
         if conflict := room.prompt_conflict():
             self._rooms.break_(turn, room, conflict)
         elif room.state is PrefillState.OPENED and room.is_complete:
@@ -300,7 +300,7 @@ class PrefillMachine:
                 turn, event.identity, event.room, Generation(0), Why(Cause.PEER_LOST, "unknown session")
             )
 
-    def _cancelled_by_decode(self, turn: PrefillTurn, peer: Peer, cancel: Cancel) -> None:
+    def _cancelled_by_decode(self, turn: PrefillTurn, peer: DecodePeer, cancel: Cancel) -> None:
         """End the use that the decode rank offered or only announced.
 
         In that case the notice before names its prompt.
@@ -313,7 +313,7 @@ class PrefillMachine:
         session = self._sessions.owner(peer.identity, peer.session) if peer.session else None
         prompt_hash = peer.window.prompt_hash if peer.window and peer.window.names(number, cancel.generation) else ""
         if session is not None and prompt_hash and (room is None or room.asks_for(prompt_hash)):
-            use = Use((session.id, session.life), cancel.generation)
+            use = Part((session.id, session.life), cancel.generation)
             if room is None:
                 self._rooms.withdraw(turn, number, use, prompt_hash, why)
             else:

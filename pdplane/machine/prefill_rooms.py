@@ -12,18 +12,18 @@ from pdplane.errors import Cause, RoomFailed, Why
 from pdplane.ids import Generation, Rank, Room, SessionId
 from pdplane.kv.copies import Copies
 from pdplane.kv.manifest import Manifest
-from pdplane.machine.actions import CancelPush, Destination, Fail, Push, Release, Send, Succeed, Windowed
+from pdplane.machine.actions import CancelPush, Destination, Fail, Offered, Release, Send, StartPush, Succeed
 from pdplane.machine.events import PrefillRequested, RoomFinished, is_legacy
 from pdplane.machine.sessions import PrefillTurn, Session, Sessions
 from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.states import PREFILL_TABLE, PrefillMove, PrefillState, advance
 from pdplane.machine.timers import Timers
-from pdplane.machine.uses import Graveyard, Peer, Tombstone, Use, merge
-from pdplane.messages import Failed, Status, StatusCode, Window
+from pdplane.machine.uses import DecodeLife, Graveyard, Part, Tombstone, merge
+from pdplane.messages import Failed, Push, Status, StatusCode, Window
 
 
 @attrs.frozen
-class Offered:
+class RankOffer:
     """One decode rank's pre-allocation; the manifest is None when that rank gets no bytes."""
 
     session: Session
@@ -32,12 +32,12 @@ class Offered:
     prompt_hash: str
 
     @property
-    def use(self) -> Use:
-        return Use((self.session.id, self.session.life), self.generation)
+    def part(self) -> Part:
+        return Part((self.session.id, self.session.life), self.generation)
 
 
 @attrs.define
-class PrefillRoom:
+class PrefillUse:
     """One use of a room number.
 
     `ended` names earlier uses of the number, so that their late messages are known. `before` is the tombstone of the
@@ -46,13 +46,13 @@ class PrefillRoom:
 
     room: Room
     since: float
-    ended: Mapping[Peer, Generation] = attrs.field(factory=dict)
+    ended: Mapping[DecodeLife, Generation] = attrs.field(factory=dict)
     before: Tombstone | None = None
     state: PrefillState = PrefillState.EARLY
     request: PrefillRequested | None = None
     finish: RoomFinished | None = None
-    offers: dict[SessionId, Offered] = attrs.field(factory=dict)
-    declined: list[Use] = attrs.field(factory=list)  # uses of decode ranks that gave them up
+    offers: dict[SessionId, RankOffer] = attrs.field(factory=dict)
+    declined: list[Part] = attrs.field(factory=list)  # uses of decode ranks that gave them up
     pushes: set[int] = attrs.field(factory=set)
     why: Why | None = None
     story: list[str] = attrs.field(factory=list)
@@ -76,7 +76,7 @@ class PrefillRoom:
         """Return whether its request is of this prompt and waits for offers."""
         return self.takes_offers and self.request is not None and self.request.prompt_hash == prompt_hash
 
-    def place_conflict(self, newcomer: Offered) -> Why | None:
+    def place_conflict(self, newcomer: RankOffer) -> Why | None:
         """Return why a new offer does not fit the others, or None; a refusal costs the newcomer only."""
         for offer in self.offers.values():
             ours, theirs = offer.session, newcomer.session
@@ -88,21 +88,21 @@ class PrefillRoom:
                 return Why(Cause.REFUSED, "the room has another session of this decode rank")
         return None
 
-    def take_as_late(self, newcomer: Offered) -> Why | None:
+    def take_as_late(self, newcomer: RankOffer) -> Why | None:
         """Return why the last use failed if this offer belongs to that use, else None.
 
         Only the prompt shows it, since a request carries no generation. The offer counts as ended from then on.
         """
         before = self.before
-        if before is None or not before.missed_by(newcomer.use.peer):
+        if before is None or not before.missed_by(newcomer.part.peer):
             return None
         if self.prompt_conflict(newcomer) is None:
             return None
-        self.before = attrs.evolve(before, members=before.members | {newcomer.use.peer})
-        self.ended = merge(self.ended, newcomer.use)
+        self.before = attrs.evolve(before, members=before.members | {newcomer.part.peer})
+        self.ended = merge(self.ended, newcomer.part)
         return before.why
 
-    def prompt_conflict(self, *newcomers: Offered) -> Why | None:
+    def prompt_conflict(self, *newcomers: RankOffer) -> Why | None:
         """Return why the offers and the request cannot be of one prompt; None when they can."""
         offers = [offer for offer in (*self.offers.values(), *newcomers) if offer.manifest is not None]
         windows = {(o.manifest.prefix_len, o.manifest.prompt_len) for o in offers if o.manifest is not None}
@@ -135,7 +135,7 @@ class PrefillRoom:
         ranks = {offer.session.registration.tp_rank for offer in offers}
         return ranks == set(offers[0].session.route.decode_ranks)
 
-    def offers_by_rank(self) -> list[Offered]:
+    def offers_by_rank(self) -> list[RankOffer]:
         """Return the offers of the decode ranks that get bytes."""
         offers = sorted(self.offers.values(), key=lambda offer: offer.session.registration.tp_rank)
         return [offer for offer in offers if offer.manifest is not None]
@@ -165,9 +165,9 @@ class PrefillRooms:
 
     def __init__(self, settings: PrefillSettings, sessions: Sessions) -> None:
         self._settings, self._sessions = settings, sessions
-        self._live: dict[Room, PrefillRoom] = {}
-        self._draining: dict[int, PrefillRoom] = {}  # failed, by ticket
-        self._pushing: dict[int, PrefillRoom] = {}  # by push
+        self._live: dict[Room, PrefillUse] = {}
+        self._draining: dict[int, PrefillUse] = {}  # failed, by ticket
+        self._pushing: dict[int, PrefillUse] = {}  # by push
         self._graveyard = Graveyard()
         self._timers: Timers[Room] = Timers()
         self._numbers = itertools.count(1)
@@ -175,14 +175,14 @@ class PrefillRooms:
 
     # ---- questions
 
-    def __iter__(self) -> Iterator[PrefillRoom]:
+    def __iter__(self) -> Iterator[PrefillUse]:
         """Return the live rooms."""
         return iter(list(self._live.values()))
 
-    def get(self, number: Room) -> PrefillRoom | None:
+    def get(self, number: Room) -> PrefillUse | None:
         return self._live.get(number)
 
-    def current(self, number: Room, ticket: int) -> PrefillRoom | None:
+    def current(self, number: Room, ticket: int) -> PrefillUse | None:
         """Return the live room, if it is this caller's use of the number."""
         room = self._live.get(number)
         return room if room and room.request and room.request.ticket == ticket else None
@@ -211,11 +211,11 @@ class PrefillRooms:
 
     # ---- moves
 
-    def open(self, turn: PrefillTurn, number: Room) -> PrefillRoom:
+    def open(self, turn: PrefillTurn, number: Room) -> PrefillUse:
         """Open a room under a free number."""
         before = self._graveyard.find(number, turn.now)
         ended = self._graveyard.take(number, turn.now)
-        room = self._live[number] = PrefillRoom(number, turn.now, ended, before)
+        room = self._live[number] = PrefillUse(number, turn.now, ended, before)
         self._timers.set(number, turn.now + self._settings.bootstrap_timeout_s)
         return room
 
@@ -225,13 +225,12 @@ class PrefillRooms:
         if early is not None:
             self.break_(turn, early, TOO_MANY)
 
-    def push(self, turn: PrefillTurn, room: PrefillRoom, session_id: SessionId, copies: Copies) -> None:
+    def push(self, turn: PrefillTurn, room: PrefillUse, session_id: SessionId, copies: Copies) -> None:
         offer, number = room.offers[session_id], next(self._numbers) % _PUSHES
         room.pushes.add(number)
         self._pushing[number] = room
-        session = offer.session
-        base = session.registration.arena_base
-        turn.add(Push(session_id, session.life, room.room, offer.generation, number, copies, base))
+        session, push = offer.session, Push(room.room, offer.generation, number, copies)
+        turn.add(StartPush(session_id, session.life, push, session.registration.arena_base))
 
     def push_ended(self, turn: PrefillTurn, push: int, failure: Why | None) -> None:
         room = self._pushing.pop(push, None)
@@ -244,26 +243,26 @@ class PrefillRooms:
             self.break_(turn, room, failure)
         self.drain(turn, room)
 
-    def break_(self, turn: PrefillTurn, room: PrefillRoom, why: Why) -> None:
+    def break_(self, turn: PrefillTurn, room: PrefillUse, why: Why) -> None:
         room.why = room.why or why
         self.move(turn, room, PrefillMove.BROKEN)
 
-    def drain(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+    def drain(self, turn: PrefillTurn, room: PrefillUse) -> None:
         if not room.pushes and room.state in (PrefillState.FINISHING, PrefillState.FAILING):
             self.move(turn, room, PrefillMove.DRAINED)
 
-    def move(self, turn: PrefillTurn, room: PrefillRoom, move: PrefillMove) -> None:
+    def move(self, turn: PrefillTurn, room: PrefillUse, move: PrefillMove) -> None:
         if room.move(move, turn.now):
             self._entered(turn, room)
 
-    def offered(self, turn: PrefillTurn, room: PrefillRoom, offer: Offered) -> None:
+    def offered(self, turn: PrefillTurn, room: PrefillUse, offer: RankOffer) -> None:
         """Add a decode rank's offer."""
         if room.withdrawn:  # a new use: it has the usual time
             self._timers.set(room.room, room.since + self._settings.bootstrap_timeout_s)
         room.offers[offer.session.id] = offer
         self.move(turn, room, PrefillMove.OFFERED)
 
-    def withdraw(self, turn: PrefillTurn, number: Room, use: Use, prompt_hash: str, why: Why) -> None:
+    def withdraw(self, turn: PrefillTurn, number: Room, use: Part, prompt_hash: str, why: Why) -> None:
         """Remember that a decode rank gave a use up, under a number that no live room has."""
         stone = self._graveyard.find(number, turn.now)
         if stone is not None and stone.covers(use):
@@ -283,13 +282,13 @@ class PrefillRooms:
             ),
         )
 
-    def decline(self, turn: PrefillTurn, room: PrefillRoom, use: Use, why: Why) -> None:
+    def decline(self, turn: PrefillTurn, room: PrefillUse, use: Part, why: Why) -> None:
         """Break a room because a decode rank gave it up; a later generation of that rank is another use."""
         if use.generation:
             room.declined.append(use)
         self.break_(turn, room, why)
 
-    def remember(self, turn: PrefillTurn, number: Room, stone: Tombstone, use: Use) -> None:
+    def remember(self, turn: PrefillTurn, number: Room, stone: Tombstone, use: Part) -> None:
         """Add a decode rank's use to a tombstone: its message came after the room had failed."""
         self._graveyard.bury(
             number,
@@ -323,16 +322,16 @@ class PrefillRooms:
 
     # ---- states
 
-    def _entered(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+    def _entered(self, turn: PrefillTurn, room: PrefillUse) -> None:
         match room.state:
             case PrefillState.OPENED:
                 limit = self._settings.bootstrap_timeout_s
                 if room.withdrawn:
                     limit = min(limit, self._settings.reoffer_s)
                 self._timers.set(room.room, turn.now + limit)
-            case PrefillState.WINDOWED:
+            case PrefillState.OFFERED:
                 self._timers.set(room.room, turn.now + self._settings.waiting_timeout_s)
-                self._enter_windowed(turn, room)
+                self._enter_offered(turn, room)
             case PrefillState.FAILING:
                 self._bury(turn, room)
                 self._enter_failing(turn, room)
@@ -346,10 +345,10 @@ class PrefillRooms:
             case _:
                 return
 
-    def _bury(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+    def _bury(self, turn: PrefillTurn, room: PrefillUse) -> None:
         self._timers.drop(room.room)
         del self._live[room.room]
-        uses = [*(offer.use for offer in room.offers.values()), *room.declined]
+        uses = [*(offer.part for offer in room.offers.values()), *room.declined]
         gave_up = room.before.members if room.before and room.withdrawn else frozenset()
         stone = Tombstone(
             why=room.why,
@@ -364,13 +363,13 @@ class PrefillRooms:
             stone = attrs.evolve(stone, until=turn.now + self._settings.bootstrap_timeout_s)
         self._graveyard.bury(room.room, stone)
 
-    def _enter_windowed(self, turn: PrefillTurn, room: PrefillRoom) -> None:
-        assert room.request is not None, "only an opened room is windowed"
+    def _enter_offered(self, turn: PrefillTurn, room: PrefillUse) -> None:
+        assert room.request is not None, "only an opened room is offered"
         manifest = next((o.manifest for o in room.offers.values() if o.manifest is not None), None)
         prefix_len, prompt_len = (manifest.prefix_len, manifest.prompt_len) if manifest else (0, 0)
-        turn.add(Windowed(room.room, room.request.ticket, prefix_len, prompt_len, room.destinations))
+        turn.add(Offered(room.room, room.request.ticket, prefix_len, prompt_len, room.destinations))
 
-    def _enter_failing(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+    def _enter_failing(self, turn: PrefillTurn, room: PrefillUse) -> None:
         why = room.why or Why(Cause.INTERNAL, "unknown")
         for offer in room.offers.values():
             session = offer.session
@@ -384,7 +383,7 @@ class PrefillRooms:
             )
             self._draining[room.request.ticket] = room
 
-    def _enter_succeeded(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+    def _enter_succeeded(self, turn: PrefillTurn, room: PrefillUse) -> None:
         finish = room.finish
         assert finish is not None, "only a finished room succeeds"
         for offer in room.offers_by_rank():  # a decode rank that gets no bytes expects no status
@@ -403,14 +402,14 @@ class PrefillRooms:
             turn.add(Send(identity, status))
         turn.add(Succeed(room.room, finish.ticket))
 
-    def _ended(self, turn: PrefillTurn, room: PrefillRoom) -> None:
+    def _ended(self, turn: PrefillTurn, room: PrefillUse) -> None:
         self.totals[room.state.value] += 1
         if room.request:
             self._draining.pop(room.request.ticket, None)
             turn.add(Release(room.room, room.request.ticket))
 
 
-def _time_over(room: PrefillRoom, settings: PrefillSettings) -> Why:
+def _time_over(room: PrefillUse, settings: PrefillSettings) -> Why:
     if room.state is PrefillState.EARLY:
         return Why(Cause.UNMATCHED, f"no request came for this room in {settings.bootstrap_timeout_s:g} s")
     if room.state is PrefillState.OPENED:

@@ -19,7 +19,7 @@ from pdplane.messages import Status, StatusCode
 
 
 @attrs.define
-class _Held:
+class _Quarantined:
     ticket: int
     blocks: int
     until: dict[Rank, float]
@@ -30,7 +30,7 @@ class Quarantine:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._held: dict[Room, _Held] = {}
+        self._held: dict[Room, _Quarantined] = {}
         self._timers: Timers[Room] = Timers()
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class Quarantine:
         """Hold a room's blocks until each of these prefill ranks reports Success or its time is over."""
         blocks = sum(len(group.block_ids) for group in request.manifest.groups)
         until = dict.fromkeys(writers, now + self._timeout_s)
-        self._held[request.room] = _Held(request.ticket, blocks, until)
+        self._held[request.room] = _Quarantined(request.ticket, blocks, until)
         self._timers.set(request.room, now + self._timeout_s)
 
     def heard(self, turn: Turn[DecodeAction], status: Status) -> bool:

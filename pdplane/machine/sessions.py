@@ -42,7 +42,7 @@ def compare_fingerprints(ours: Fingerprint, theirs: Fingerprint, *, exact: bool)
 
 
 @attrs.define
-class Peer:
+class DecodePeer:
     """One connection. `native` once it sent any notice: only such peers are sent notices."""
 
     identity: bytes
@@ -86,7 +86,7 @@ class Sessions:
     ) -> None:
         self._settings, self._layout, self._life, self._fingerprint = settings, layout, life, fingerprint
         self._rejected = rejected
-        self._peers: dict[bytes, Peer] = {}
+        self._peers: dict[bytes, DecodePeer] = {}
         self._bound: dict[SessionId, Session] = {}
         self._checking: dict[tuple[SessionId, Life], Session] = {}
         self._contending: dict[bytes, Session] = {}  # by the identity of the connection that holds the session
@@ -119,14 +119,14 @@ class Sessions:
 
     # ---- what peers say
 
-    def hear(self, turn: PrefillTurn, identity: bytes, *, native: bool = False) -> Peer | None:
+    def hear(self, turn: PrefillTurn, identity: bytes, *, native: bool = False) -> DecodePeer | None:
         """Return the peer behind this connection, new or known; None when there are too many peers."""
         peer = self._peers.get(identity)
         if peer is None:
             if len(self._peers) >= self._settings.max_peers and not self._evict(turn):
                 self._rejected["too_many_peers"] += 1
                 return None
-            peer = self._peers[identity] = Peer(identity, turn.now)
+            peer = self._peers[identity] = DecodePeer(identity, turn.now)
         peer.native = peer.native or native
         peer.heard = turn.now
         if contender := self._contending.pop(identity, None):
@@ -135,7 +135,7 @@ class Sessions:
             self._timers.set(identity, turn.now + self._patience(peer))
         return peer
 
-    def hello(self, turn: PrefillTurn, peer: Peer, hello: Hello) -> None:
+    def hello(self, turn: PrefillTurn, peer: DecodePeer, hello: Hello) -> None:
         peer.hello = hello
         self._timers.set(peer.identity, turn.now + self._patience(peer))  # from now on it pings
 
@@ -147,7 +147,7 @@ class Sessions:
         window, peer.window = peer.window, None
         return window if window is not None and window.room == room else None
 
-    def ping(self, turn: PrefillTurn, peer: Peer) -> None:
+    def ping(self, turn: PrefillTurn, peer: DecodePeer) -> None:
         # A peer whose session we lost gets no answer, so that it counts us as silent and starts over.
         if peer.session is not None:
             turn.add(Send(peer.identity, Ping(self._life)))
@@ -207,7 +207,7 @@ class Sessions:
         peer = self._peers[session.identity]
         self._refuse(turn, peer, Refused(session.id, "session", "owned by another peer", session.id))
 
-    def _check(self, turn: PrefillTurn, peer: Peer, session: Session) -> None:
+    def _check(self, turn: PrefillTurn, peer: DecodePeer, session: Session) -> None:
         """Ask which life answers at the session's address; a connection has one such question at a time."""
         key = (session.id, session.life)
         self._drop_checks(turn, session.identity, but=key)
@@ -313,13 +313,13 @@ class Sessions:
             self._evicted += self.lose(turn, min(idle, key=lambda peer: peer.heard).identity)
         return bool(idle)
 
-    def _patience(self, peer: Peer) -> float:
+    def _patience(self, peer: DecodePeer) -> float:
         settings = self._settings
         return settings.ping_interval_s * settings.ping_misses if peer.hello else settings.idle_peer_s
 
     # ---- one registration
 
-    def _candidate(self, turn: PrefillTurn, peer: Peer, event: RegistrationReceived) -> Session | None:
+    def _candidate(self, turn: PrefillTurn, peer: DecodePeer, event: RegistrationReceived) -> Session | None:
         registration, hello = event.registration, peer.hello
         try:
             route = self._accept(registration, event.layout, hello)
@@ -345,13 +345,13 @@ class Sessions:
             decode_rank=registration.tp_rank,
         )
 
-    def _refuse(self, turn: PrefillTurn, peer: Peer, refused: Refused) -> None:
+    def _refuse(self, turn: PrefillTurn, peer: DecodePeer, refused: Refused) -> None:
         self._rejected["registration"] += 1
         if self.owner(peer.identity, peer.session or refused.session) is None:
             peer.session = None
         self._tell_refused(turn, peer, refused)
 
-    def _tell_refused(self, turn: PrefillTurn, peer: Peer, refused: Refused) -> None:
+    def _tell_refused(self, turn: PrefillTurn, peer: DecodePeer, refused: Refused) -> None:
         if peer.native or is_legacy(peer.identity):  # a legacy peer cannot be told, so its channel logs it
             turn.add(Send(peer.identity, refused))
 

@@ -18,7 +18,7 @@ class PrefillState(enum.Enum):
 
     EARLY = "early"  # decode offered blocks, no request came yet
     OPENED = "opened"  # the request is here, not every offer
-    WINDOWED = "windowed"  # every offer is here: compute and push
+    OFFERED = "offered"  # every offer is here: compute and push
     FINISHING = "finishing"  # all is pushed, not all of it acknowledged
     FAILING = "failing"  # failed, but a push may still be reading the source blocks
     SUCCEEDED = "succeeded"
@@ -44,11 +44,11 @@ PREFILL_TABLE: Mapping[tuple[PrefillState, PrefillMove], PrefillState] = {
     (P.EARLY, PM.REQUESTED): P.OPENED,
     (P.EARLY, PM.BROKEN): P.FAILING,
     (P.OPENED, PM.OFFERED): P.OPENED,
-    (P.OPENED, PM.COMPLETED): P.WINDOWED,
+    (P.OPENED, PM.COMPLETED): P.OFFERED,
     (P.OPENED, PM.BROKEN): P.FAILING,
-    (P.WINDOWED, PM.PUSHED): P.WINDOWED,
-    (P.WINDOWED, PM.FINISHED): P.FINISHING,
-    (P.WINDOWED, PM.BROKEN): P.FAILING,
+    (P.OFFERED, PM.PUSHED): P.OFFERED,
+    (P.OFFERED, PM.FINISHED): P.FINISHING,
+    (P.OFFERED, PM.BROKEN): P.FAILING,
     (P.FINISHING, PM.PUSHED): P.FINISHING,
     (P.FINISHING, PM.DRAINED): P.SUCCEEDED,
     (P.FINISHING, PM.BROKEN): P.FAILING,

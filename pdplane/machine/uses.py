@@ -10,17 +10,17 @@ import attrs
 from pdplane.errors import Why
 from pdplane.ids import Generation, Life, Room, SessionId
 
-Peer: TypeAlias = tuple[SessionId, Life]
+DecodeLife: TypeAlias = tuple[SessionId, Life]
 """One life of a decode rank; the life is empty for a peer without `hello`."""
 
 _MAX_ENDED = 64  # decode ranks remembered for one room number
 
 
 @attrs.frozen
-class Use:
+class Part:
     """One decode rank's part in one use of a room number. Generations grow within a life of the decode rank."""
 
-    peer: Peer
+    peer: DecodeLife
     generation: Generation
 
 
@@ -36,11 +36,11 @@ class Tombstone:
     why: Why | None  # None: it succeeded
     until: float
     requested: bool = True
-    ended: Mapping[Peer, Generation] = attrs.field(factory=dict)
-    members: frozenset[Peer] = frozenset()
+    ended: Mapping[DecodeLife, Generation] = attrs.field(factory=dict)
+    members: frozenset[DecodeLife] = frozenset()
     prompts: frozenset[str] = frozenset()
 
-    def covers(self, use: Use) -> bool:
+    def covers(self, use: Part) -> bool:
         """Return whether this use is over, or older than one that is."""
         return is_over(self.ended, use)
 
@@ -50,7 +50,7 @@ class Tombstone:
             return False
         return not (prompt_hash and self.prompts) or prompt_hash in self.prompts
 
-    def missed_by(self, peer: Peer) -> bool:
+    def missed_by(self, peer: DecodeLife) -> bool:
         """Return whether the room failed its caller before this decode rank had any part in it."""
         return self.requested and self.why is not None and peer not in self.members
 
@@ -60,12 +60,12 @@ class Tombstone:
         return 0 in self.ended.values()
 
 
-def is_over(ended: Mapping[Peer, Generation], use: Use) -> bool:
+def is_over(ended: Mapping[DecodeLife, Generation], use: Part) -> bool:
     newest = ended.get(use.peer)
     return newest is not None and use.generation <= newest
 
 
-def merge(ended: Mapping[Peer, Generation], *uses: Use) -> dict[Peer, Generation]:
+def merge(ended: Mapping[DecodeLife, Generation], *uses: Part) -> dict[DecodeLife, Generation]:
     """Return `ended` with these uses added; the oldest entries go when there are too many."""
     merged = dict(ended)
     for use in uses:
@@ -101,7 +101,7 @@ class Graveyard:
         stone = self._stones.get(room)
         return stone if stone is not None and stone.until > now else None
 
-    def take(self, room: Room, now: float) -> Mapping[Peer, Generation]:
+    def take(self, room: Room, now: float) -> Mapping[DecodeLife, Generation]:
         """Free the number for a new use; return the newest ended generation of each peer that has generations."""
         stone = self.find(room, now)
         self._stones.pop(room, None)

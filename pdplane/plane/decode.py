@@ -22,7 +22,7 @@ from pdplane.kv.manifest import Manifest, validate_manifest
 from pdplane.machine import actions, events
 from pdplane.machine.decode import DecodeMachine
 from pdplane.machine.settings import DecodeSettings
-from pdplane.messages import Fingerprint, Hello, Registration
+from pdplane.messages import Fingerprint, Hello, Landed, Registration, WriterCut
 from pdplane.plane import rooms as told
 from pdplane.plane.config import DecodeConfig, as_endpoint, log_legacy
 from pdplane.plane.life import PlaneLife
@@ -204,10 +204,8 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
 
     def _hear(self, report: reports.Report) -> None:
         match report:
-            case reports.Landed(number, generation, prefill_rank, nbytes):
-                self._post(events.Landed(number, generation, prefill_rank, nbytes))
-            case reports.WriterCut(_, life, cause):
-                self._post(events.WriterCut(life, cause))
+            case Landed() | WriterCut():
+                self._post(report)
             case _:
                 return
 

@@ -138,7 +138,7 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         match action:
             case actions.Send():
                 return self._channel_of(action.identity).send(action)
-            case actions.Push():
+            case actions.StartPush():
                 return self._senders.push(action)
             case actions.OpenData():
                 return self._senders.open(action)
@@ -154,12 +154,12 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         return self._legacy if self._legacy is not None and events.is_legacy(identity) else self._router
 
     def _tell(self, action: actions.PrefillAction) -> None:
-        assert isinstance(action, actions.Windowed | actions.Succeed | actions.Release | actions.Fail)
+        assert isinstance(action, actions.Offered | actions.Succeed | actions.Release | actions.Fail)
         handle = self._handles.get(action.ticket)
         if handle is None:
             return
         match action:
-            case actions.Windowed(number, ticket, prefix_len, prompt_len, destinations):
+            case actions.Offered(number, ticket, prefix_len, prompt_len, destinations):
                 window = RoomWindow(prefix_len, prompt_len, destinations)
                 self._handles.record(told.RoomWindowed(number, ticket, window))
                 settle(handle.window, window)

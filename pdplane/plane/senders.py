@@ -15,10 +15,10 @@ from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint, Life, Rank, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.machine import events
-from pdplane.machine.actions import CancelPush, OpenData, Push
+from pdplane.machine.actions import CancelPush, OpenData, StartPush
+from pdplane.messages import Push, PushKey
 from pdplane.plane.config import PrefillConfig
 from pdplane.transport import reports
-from pdplane.transport import sender as pushes
 from pdplane.transport.registry import Sender, close_shared, is_one_sided, open_sender, require_transport
 
 logger = logging.getLogger(__name__)
@@ -30,15 +30,15 @@ class _Connection:
     way: str = ""
     over: bool = False
     retired: bool = False  # closed by us, so that its end is not reported
-    began: dict[pushes.Key, float] = attrs.field(factory=dict)  # when each push under way was submitted
+    began: dict[PushKey, float] = attrs.field(factory=dict)  # when each push under way was submitted
     ended: float = 0.0  # the last one
 
-    def offer(self, push: pushes.Push) -> bool:
+    def offer(self, push: Push) -> bool:
         """Return whether the sender took the push; it takes none once its connection is over."""
         self.began[push.key] = time.monotonic()
         return self.sender.offer(push)
 
-    def submit(self, push: pushes.Push) -> None:
+    def submit(self, push: Push) -> None:
         self.began[push.key] = time.monotonic()
         self.sender.submit(push)
 
@@ -51,7 +51,7 @@ class _Traffic:
     push_seconds: float = 0.0
     resumed: int = 0  # cuts whose pushes were sent again
 
-    def add(self, connection: _Connection, key: pushes.Key, nbytes: int, now: float) -> None:
+    def add(self, connection: _Connection, key: PushKey, nbytes: int, now: float) -> None:
         began = connection.began.pop(key, now)
         self.pushed_bytes += nbytes
         self.push_seconds += now - max(began, connection.ended)  # time that two pushes share counts once
@@ -97,16 +97,16 @@ class Senders:
             return [events.DataLost(session, life, str(wrong))]
         return []
 
-    def push(self, push: Push) -> list[events.PrefillEvent]:
+    def push(self, action: StartPush) -> list[events.PrefillEvent]:
         """Queue a push on its session's connection; connect again if the last one is over."""
+        push = action.push
         try:
-            work = pushes.Push(push.room, push.generation, push.push, push.copies)
-            connection = self._connections.get((push.session, push.life))
-            if connection is None or connection.over or not connection.offer(work):
-                connection = self._connect(push.session, push.life, push.arena_base, expected=push.life or None)
-                connection.submit(work)
+            connection = self._connections.get((action.session, action.life))
+            if connection is None or connection.over or not connection.offer(push):
+                connection = self._connect(action.session, action.life, action.arena_base, expected=action.life or None)
+                connection.submit(push)
         except (ConfigError, LocalProtocolError) as wrong:
-            return [events.PushEnded(push.session, push.room, push.generation, push.push, str(wrong))]
+            return [events.PushEnded(action.session, push.room, push.generation, push.push, str(wrong))]
         return []
 
     def cancel(self, action: CancelPush) -> None:

@@ -39,7 +39,7 @@ _QUEUES: Mapping[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         (
             "num_prefill_inflight_queue_reqs",
             "Requests that are computed and pushed.",
-            ("rooms.windowed", "rooms.finishing"),
+            ("rooms.offered", "rooms.finishing"),
         ),
         ("num_queue_reqs", "Requests that wait for blocks of this node.", ("blocks.waiting",)),
     ),

@@ -17,6 +17,7 @@ import numpy as np
 from pdplane.errors import LocalProtocolError, WireError
 from pdplane.ids import Endpoint, Life, SessionId
 from pdplane.kv.copies import U64, Copies
+from pdplane.messages import Landed, PushKey, WriterCut
 from pdplane.security import Secret
 from pdplane.transport.fence import Admission, Fence, Grant, Refusal, Write, Writer
 from pdplane.transport.framing import (
@@ -35,8 +36,8 @@ from pdplane.transport.framing import (
 from pdplane.transport.greeting import Bundle, GreetingKind, ReceiverGreeting, encode
 from pdplane.transport.line import DataSocket
 from pdplane.transport.pull import PeerMemory
-from pdplane.transport.reports import Landed, OnReport, TransportOptions, WriterCut
-from pdplane.transport.sender import Key, cause_of
+from pdplane.transport.reports import OnReport, TransportOptions
+from pdplane.transport.sender import cause_of
 from pdplane.transport.vector import Cursor
 
 
@@ -136,7 +137,7 @@ class Landing:
         """Set up; with `checksums` a segment without one is refused."""
         self._fence, self._writer, self._report = fence, writer, report
         self._demands_checksums = checksums
-        self._open: dict[Key, _OpenPush] = {}
+        self._open: dict[PushKey, _OpenPush] = {}
         self._grant: Grant | None = None
         self._runs: tuple[U64, U64] | None = None  # of the segment that is being stored
 
@@ -207,7 +208,7 @@ def _answer(header: Header, kind: FrameKind, status: int = 0, nbytes: int = 0) -
     return attrs.evolve(header, kind=kind, count=status, nbytes=nbytes, checksum=None)
 
 
-def _key(header: Header) -> Key:
+def _key(header: Header) -> PushKey:
     return header.room, header.generation, header.push
 
 

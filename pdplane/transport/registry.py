@@ -11,6 +11,7 @@ import attrs
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.arena import Arena
+from pdplane.messages import Push
 from pdplane.security import Secret
 from pdplane.transport.fence import Fence, Writer
 from pdplane.transport.greeting import PULL, UNIX, Bundle, SenderGreeting
@@ -19,7 +20,7 @@ from pdplane.transport.loopback import LoopbackLine, LoopbackReceiver
 from pdplane.transport.mooncake import MooncakeLine, MooncakeReceiver, close_engines, load_mooncake, mooncake_options
 from pdplane.transport.receiver import ReceiverSnapshot
 from pdplane.transport.reports import OnReport, TransportOptions
-from pdplane.transport.sender import Line, Push, PushSender
+from pdplane.transport.sender import Line, PushSender
 from pdplane.transport.stream_receiver import StreamReceiver
 from pdplane.transport.striped import StripedSender
 

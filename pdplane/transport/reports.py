@@ -8,7 +8,8 @@ from typing import TypeAlias
 import attrs
 
 from pdplane.errors import ConfigError
-from pdplane.ids import Generation, Life, Rank, Room, SessionId
+from pdplane.ids import Generation, Life, Room, SessionId
+from pdplane.messages import Landed, WriterCut
 from pdplane.transport.framing import MAX_RUNS, MAX_SEGMENT_BYTES, XXH3, can_check
 from pdplane.transport.greeting import MAX_STREAMS
 
@@ -143,25 +144,6 @@ class Resumed:
 
     session: SessionId
     pushes: int
-    cause: str
-
-
-@attrs.frozen
-class Landed:
-    """A push of this rank ended well; `nbytes` counts all whole segments of the rank in the room so far."""
-
-    room: Room
-    generation: Generation
-    prefill_rank: Rank
-    nbytes: int
-
-
-@attrs.frozen
-class WriterCut:
-    """The connection of an accepted writer is over."""
-
-    prefill_rank: Rank
-    life: Life
     cause: str
 
 

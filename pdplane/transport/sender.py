@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import attrs
 import numpy as np
@@ -15,6 +15,7 @@ from pdplane.errors import LocalProtocolError, WireError
 from pdplane.ids import Generation, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
+from pdplane.messages import Push, PushKey
 from pdplane.transport.fence import Refusal
 from pdplane.transport.framing import MAX_PUSH, FrameKind, Header, checksum_of, segment_number, segments
 from pdplane.transport.greeting import PULL, Accepted
@@ -28,26 +29,6 @@ from pdplane.transport.reports import (
     Resumed,
     TransportOptions,
 )
-
-Key: TypeAlias = tuple[Room, Generation, int]
-
-
-@attrs.frozen(eq=False)
-class Push:
-    """Bytes of a room to write into the receiver's arena.
-
-    `push` numbers the pushes of a room, 0 to 2**32-1. To repeat one after a cut, submit it again under the
-    same number with the same copies: segments that had landed count once.
-    """
-
-    room: Room
-    generation: Generation
-    push: int
-    copies: Copies
-
-    @property
-    def key(self) -> Key:
-        return self.room, self.generation, self.push
 
 
 @attrs.define(eq=False)
@@ -82,7 +63,7 @@ class Outbox:
         self._max_queued = max_queued
         self._queued: dict[Room, deque[PendingPush]] = {}  # the next room in turn first
         self._count = 0
-        self._pending: dict[Key, PendingPush] = {}
+        self._pending: dict[PushKey, PendingPush] = {}
         self._closed = self._retired = False
 
     def submit(self, push: Push) -> bool:
@@ -144,7 +125,7 @@ class Outbox:
             self._requeue(again)
             return over
 
-    def finish(self, key: Key) -> PendingPush | None:
+    def finish(self, key: PushKey) -> PendingPush | None:
         """End a push; return its job the first time, None afterwards."""
         with self._changed:
             return self._pending.pop(key, None)
@@ -276,8 +257,8 @@ class PushSender:
         self._outbox = Outbox(options.max_queued)
         self._line = make_line()
         self._accepted: Accepted | None = None
-        self._unacknowledged: set[Key] = set()
-        self._abandoned: set[Key] = set()
+        self._unacknowledged: set[PushKey] = set()
+        self._abandoned: set[PushKey] = set()
         self._outstanding = 0  # segments that the receiver has still to read from our memory
         self._progress_s = 0.0
         self._attempts = 0
@@ -479,7 +460,7 @@ class PushSender:
             self._settle_one(answer, (answer.room, answer.generation, answer.push))
             self._progress_s = time.monotonic()
 
-    def _settle_one(self, answer: Header, key: Key) -> None:
+    def _settle_one(self, answer: Header, key: PushKey) -> None:
         if answer.kind is FrameKind.TAKEN and self._outstanding:
             self._outstanding -= 1
         elif answer.kind is FrameKind.ACK and key in self._abandoned:

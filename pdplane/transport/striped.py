@@ -18,6 +18,7 @@ from pdplane.errors import LocalProtocolError
 from pdplane.ids import Generation, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
+from pdplane.messages import Push, PushKey
 from pdplane.transport.framing import segments
 from pdplane.transport.greeting import Bundle
 from pdplane.transport.reports import (
@@ -31,7 +32,7 @@ from pdplane.transport.reports import (
     Resumed,
     TransportOptions,
 )
-from pdplane.transport.sender import Key, Line, Push, PushSender, check_push
+from pdplane.transport.sender import Line, PushSender, check_push
 
 STRIPE_BYTES = 1 << 20
 """A part of a push is not made smaller than this."""
@@ -72,7 +73,7 @@ class StripedSender:
             for stream in range(options.streams)
         ]
         self._lock = threading.Lock()
-        self._pushes: dict[Key, _Parts] = {}
+        self._pushes: dict[PushKey, _Parts] = {}
         self._connected = 0
         self._end: ConnectFailed | Disconnected | None = None
         self._told = False

@@ -12,11 +12,11 @@ from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
+from pdplane.messages import Push
 from pdplane.transport import reports
 from pdplane.transport.fence import Fence
 from pdplane.transport.registry import TRANSPORTS, open_receiver, open_sender
 from pdplane.transport.reports import TransportOptions
-from pdplane.transport.sender import Push
 from tests.waiting import until
 
 

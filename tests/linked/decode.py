@@ -14,7 +14,7 @@ from pdplane.kv.copies import Copies
 from pdplane.kv.manifest import build_manifest
 from pdplane.machine import actions, events
 from pdplane.machine.decode import DecodeMachine
-from pdplane.messages import Notice, Registration, Window
+from pdplane.messages import Notice, Push, Registration, Window
 from tests.linked.memory import Memory
 from tests.linked.net import Letter
 from tests.linked.prefill import first_token
@@ -161,14 +161,14 @@ class DecodeEnd:
 
     # ---- data
 
-    def lands(self, push: actions.Push, rank: int, life: Life, copies: Copies, source: Memory) -> bool:
+    def lands(self, push: Push, rank: int, life: Life, copies: Copies, source: Memory) -> bool:
         """Let bytes in as the fence allows; what it allows must belong to the room's caller."""
         if not self.memory.admits(push.room, push.generation, Rank(rank), life, copies):
             return False
         self.memory.land(int(push.generation), copies, source)
         return True
 
-    def landed(self, push: actions.Push, rank: Rank) -> None:
+    def landed(self, push: Push, rank: Rank) -> None:
         """A push has landed whole."""
         landed = self.memory.windows[push.room].landed
         landed[rank] = landed.get(rank, 0) + push.copies.nbytes
@@ -178,5 +178,5 @@ class DecodeEnd:
 
     def cut(self, life: Life) -> None:
         """A prefill rank's life is over, and with it its data connection."""
-        cut = events.WriterCut(life, "connection reset")
+        cut = events.WriterCut(Rank(0), life, "connection reset")
         self.world.net.post(("landed", 0, self.rank), Letter("writer cut", (partial(self.take, cut),)))

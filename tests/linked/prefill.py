@@ -29,7 +29,7 @@ def first_token(prompt: int) -> int:
 
 @attrs.define(eq=False)
 class _Push:
-    action: actions.Push
+    action: actions.StartPush
     cancelled: bool = False
 
 
@@ -83,28 +83,28 @@ class PrefillEnd:
                 self._send((action,))
             case actions.OpenData(session, life):
                 self._later("probe", f"who answers at {session}?", partial(self._probe, session, life))
-            case actions.Push() | actions.CancelPush():
+            case actions.StartPush() | actions.CancelPush():
                 self._move_data(action)
             case _:
                 self._tell_caller(action)
 
-    def _move_data(self, action: actions.Push | actions.CancelPush) -> None:
+    def _move_data(self, action: actions.StartPush | actions.CancelPush) -> None:
         match action:
-            case actions.Push(session):
+            case actions.StartPush(session):
                 push = _Push(action)
                 self._outstanding.append(push)
                 number = self.world.rank_of(session)
-                letter = Letter(f"push {action.push} of {action.room}", (partial(self._advance, push, 0),))
+                letter = Letter(f"push {action.push.push} of {action.push.room}", (partial(self._advance, push, 0),))
                 self.world.net.post(("data", self.rank, number), letter)
             case actions.CancelPush(session, life, room, generation):
                 for push in self._outstanding:
                     asked = push.action
-                    found = (asked.session, asked.life, asked.room, asked.generation)
+                    found = (asked.session, asked.life, asked.push.room, asked.push.generation)
                     push.cancelled |= found == (session, life, room, generation)
 
     def _tell_caller(self, action: actions.PrefillAction) -> None:
         match action:
-            case actions.Windowed():
+            case actions.Offered():
                 self._begin(action)
             case actions.Succeed(_, ticket):
                 self._ends(ticket, "succeeded")
@@ -159,7 +159,7 @@ class PrefillEnd:
 
     # ---- the engine and the data senders
 
-    def _begin(self, window: actions.Windowed) -> None:
+    def _begin(self, window: actions.Offered) -> None:
         """Compute the prompt (fill blocks with its number), then push twice and finish."""
         room, ticket = window.room, window.ticket
         prompt = self.prompts[ticket]
@@ -191,24 +191,26 @@ class PrefillEnd:
         if self.world.prefills[self.rank] is not self or push not in self._outstanding:
             return
         decode = self.world.decode_of(asked.session)
-        copies = half(asked.copies, step)
+        copies = half(asked.push.copies, step)
         if push.cancelled:
             self._push_ends(push, "cancelled")
         elif decode is None or decode.life != asked.life:
             self._push_ends(push, "nobody answers")
-        elif not decode.lands(asked, self.rank, self.life, copies, self.memory):
+        elif not decode.lands(asked.push, self.rank, self.life, copies, self.memory):
             self._push_ends(push, "refused by the fence")
         elif step == 0:
-            letter = Letter(f"push {asked.push} of {asked.room}, second half", (partial(self._advance, push, 1),))
+            letter = Letter(
+                f"push {asked.push.push} of {asked.push.room}, second half", (partial(self._advance, push, 1),)
+            )
             self.world.net.post(("data", self.rank, decode.rank), letter, first=True)
         else:
-            decode.landed(asked, Rank(self.rank))
+            decode.landed(asked.push, Rank(self.rank))
             self._push_ends(push, None)
 
     def _push_ends(self, push: _Push, cause: str | None) -> None:
         self._outstanding.remove(push)
-        asked = push.action
-        ended = events.PushEnded(asked.session, asked.room, asked.generation, asked.push, cause)
+        asked = push.action.push
+        ended = events.PushEnded(push.action.session, asked.room, asked.generation, asked.push, cause)
         self._later("ended", f"push {asked.push} ended: {cause}", partial(self.take, ended))
 
     def cut(self, session: SessionId, life: Life) -> None:

@@ -7,7 +7,7 @@ import attrs
 from pdplane.errors import Cause, RoomFailed, Why
 from pdplane.ids import Generation, Rank
 from pdplane.machine import actions, events
-from pdplane.machine.actions import Fail, Send, Windowed
+from pdplane.machine.actions import Fail, Offered, Send
 from pdplane.messages import Failed, Status, StatusCode
 from tests.linked.memory import linked_layout
 from tests.machine.said import ROOM, connected, hello, offer, registration, request
@@ -37,10 +37,10 @@ def seen(found: list[actions.PrefillAction]) -> list[object]:
     ]
 
 
-def windowed(ticket: int = 1, generation: int = 1) -> Windowed:
+def windowed(ticket: int = 1, generation: int = 1) -> Offered:
     probe = PrefillWitness()
     probe.handle(hello(), registration(), connected(), request())
     (found,) = probe.handle(*offer())
-    assert isinstance(found, Windowed)
+    assert isinstance(found, Offered)
     (to,) = found.destinations
-    return Windowed(ROOM, ticket, 0, 6, (attrs.evolve(to, generation=Generation(generation)),))
+    return Offered(ROOM, ticket, 0, 6, (attrs.evolve(to, generation=Generation(generation)),))

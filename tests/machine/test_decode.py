@@ -234,8 +234,8 @@ def test_a_registration_without_answer_is_repeated() -> None:
 
 
 def test_a_restarted_prefill_is_found_by_the_cut_data_connection(decode: DecodeWitness) -> None:
-    assert decode.handle(events.WriterCut(PREFILL_LIFE, "reset")) == [LookUp(BOOTSTRAP, Room(0))]
-    assert decode.handle(events.WriterCut(PREFILL_LIFE, "reset")) == []
+    assert decode.handle(events.WriterCut(Rank(0), PREFILL_LIFE, "reset")) == [LookUp(BOOTSTRAP, Room(0))]
+    assert decode.handle(events.WriterCut(Rank(0), PREFILL_LIFE, "reset")) == []
     answer = attrs.evolve(found_life(NEW_LIFE), room=Room(0))
     assert seen(decode.handle(answer)) == [*broken(Cause.PEER_LOST, "prefill restarted"), Disconnect(CHANNEL)]
     assert decode.handle(want(2)) == [LookUp(BOOTSTRAP, ROOM)]
@@ -243,12 +243,12 @@ def test_a_restarted_prefill_is_found_by_the_cut_data_connection(decode: DecodeW
 
 
 def test_a_cut_alone_harms_nothing_while_the_life_is_in_service(decode: DecodeWitness) -> None:
-    decode.handle(events.WriterCut(PREFILL_LIFE, "reset"), attrs.evolve(FOUND, room=Room(0)))
+    decode.handle(events.WriterCut(Rank(0), PREFILL_LIFE, "reset"), attrs.evolve(FOUND, room=Room(0)))
     assert decode.handle(landed(), *success())[-1] == Deliver(ROOM, 1, DELIVERED)
 
 
 def test_a_prefill_that_is_gone_fails_its_rooms_at_once(decode: DecodeWitness) -> None:
-    decode.handle(events.WriterCut(PREFILL_LIFE, "reset"))
+    decode.handle(events.WriterCut(Rank(0), PREFILL_LIFE, "reset"))
     gone = events.PeerMissing(Room(0), BOOTSTRAP, Why(Cause.UNREACHABLE, "connection refused"))
     assert seen(decode.handle(gone)) == [
         *broken(Cause.PEER_LOST, "prefill is gone: connection refused"),

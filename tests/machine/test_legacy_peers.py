@@ -44,7 +44,7 @@ def test_a_legacy_decode_is_never_forgotten_for_its_silence() -> None:
     assert prefill.wake is None
     prefill.now += 10 * PrefillSettings().idle_peer_s
     prefill.handle(events.PrefillRequested(ROOM, 1, None, None))
-    assert isinstance(prefill.handle(offer())[-1], actions.Windowed)
+    assert isinstance(prefill.handle(offer())[-1], actions.Offered)
 
 
 def test_the_most_silent_one_makes_place_and_its_rooms_end() -> None:
@@ -103,7 +103,7 @@ def test_its_ended_rooms_are_remembered_for_the_bootstrap_timeout() -> None:
     assert prefill.ended[2] == "failed"
     prefill.now += 2
     prefill.handle(events.PrefillRequested(ROOM, 3, None, None))
-    assert isinstance(prefill.handle(offer())[-1], actions.Windowed)
+    assert isinstance(prefill.handle(offer())[-1], actions.Offered)
 
 
 # ---- prefill ranks, as a decode sees them

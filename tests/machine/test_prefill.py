@@ -8,7 +8,7 @@ import pytest
 from pdplane.errors import Cause, Why
 from pdplane.ids import Generation, Life, Rank, Room, SessionId
 from pdplane.machine import actions, events
-from pdplane.machine.actions import CancelPush, OpenData, Release, Send, Succeed, Windowed
+from pdplane.machine.actions import CancelPush, Offered, OpenData, Release, Send, Succeed
 from pdplane.machine.settings import PrefillSettings
 from pdplane.messages import Cancel, Drain, Failed, Ping, Status, StatusCode, UnknownSession, Window
 from tests.linked.memory import linked_layout
@@ -39,12 +39,12 @@ def test_the_usual_life_of_a_room(prefill: PrefillWitness) -> None:
     assert prefill.handle(request()) == []
     (window,) = prefill.handle(*offer())
     assert window == windowed()
-    assert isinstance(window, Windowed)
+    assert isinstance(window, Offered)
     (destination,) = window.destinations
     assert (destination.session, destination.generation, destination.manifest) == (SESSION, 1, manifest())
     (pushed,) = prefill.handle(push())
-    assert isinstance(pushed, actions.Push)
-    assert (pushed.session, pushed.life, pushed.room, pushed.generation) == (SESSION, DECODE_LIFE, ROOM, 1)
+    assert isinstance(pushed, actions.StartPush)
+    assert (pushed.session, pushed.life, pushed.push.room, pushed.push.generation) == (SESSION, DECODE_LIFE, ROOM, 1)
     assert prefill.handle(finish()) == []  # not all of it is acknowledged
     assert prefill.end_push(None) == [
         Send(ME, Window(ROOM, Generation(1), "")),
@@ -132,7 +132,7 @@ def test_another_prompt_fails_the_room_while_it_waits_and_only_the_newcomer_late
     prefill.handle(hello(OTHER, NEW_LIFE))
     prefill.handle(request(2), *offer(2))
     assert prefill.handle(*offer(1, identity=OTHER)) == [Send(OTHER, UnknownSession(ROOM, SESSION))]
-    assert prefill.machine.counts().rooms == {"windowed": 1}
+    assert prefill.machine.counts().rooms == {"offered": 1}
 
 
 def test_the_hash_of_the_prompt_must_agree(prefill: PrefillWitness) -> None:
@@ -187,7 +187,7 @@ def test_a_newer_offer_of_the_same_decode_rank_ends_the_older_use(prefill: Prefi
     assert seen(prefill.handle(*offer(2))) == [told(Cause.CANCELLED, cause), (1, cause), Release(ROOM, 1)]
     assert prefill.handle(request(2)) == [windowed(2, 2)]
     assert prefill.handle(*offer(1)) == []  # late: it revives nothing
-    assert prefill.machine.counts().rooms == {"windowed": 1}
+    assert prefill.machine.counts().rooms == {"offered": 1}
 
 
 # ---- late and unknown
@@ -223,7 +223,7 @@ def test_a_raw_peer_gets_statuses_only_and_waits_before_it_uses_a_room_again() -
     assert is_local(prefill.handle(request(2))[0])
     prefill.now += PrefillSettings().tombstone_s
     prefill.handle(request(3))
-    assert isinstance(prefill.handle(*offer(0, identity=RAW))[-1], Windowed)
+    assert isinstance(prefill.handle(*offer(0, identity=RAW))[-1], Offered)
 
 
 # ---- time and bounds

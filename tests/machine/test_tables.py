@@ -19,8 +19,8 @@ from pdplane.machine.states import (
 
 LEGAL_ON_PREFILL = {
     "early": {"offered": "early", "requested": "opened", "broken": "failing"},
-    "opened": {"offered": "opened", "completed": "windowed", "broken": "failing"},
-    "windowed": {"pushed": "windowed", "finished": "finishing", "broken": "failing"},
+    "opened": {"offered": "opened", "completed": "offered", "broken": "failing"},
+    "offered": {"pushed": "offered", "finished": "finishing", "broken": "failing"},
     "finishing": {"pushed": "finishing", "drained": "succeeded", "broken": "failing"},
     "failing": {"pushed": "failing", "broken": "failing", "drained": "failed"},
     "succeeded": {},

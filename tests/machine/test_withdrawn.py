@@ -8,7 +8,7 @@ import pytest
 from pdplane.errors import Cause, Why
 from pdplane.ids import Generation, Life, Room, SessionId
 from pdplane.machine import actions, events
-from pdplane.machine.actions import Release, Succeed, Windowed
+from pdplane.machine.actions import Offered, Release, Succeed
 from pdplane.machine.settings import PrefillSettings
 from pdplane.messages import Cancel, Window
 from tests.machine.asked import registered_prefill, seen, told, windowed
@@ -177,7 +177,7 @@ def test_a_cancel_takes_no_other_rooms_notice(prefill: PrefillWitness) -> None:
     prefill.handle(request())
     notice, sent = offer(3)
     other = events.NoticeReceived(ME, Cancel(Room(8), Generation(2), GONE))
-    assert isinstance(prefill.handle(notice, other, sent)[0], Windowed)
+    assert isinstance(prefill.handle(notice, other, sent)[0], Offered)
 
 
 def test_a_use_that_failed_here_first_is_not_mistaken_for_a_new_one(prefill: PrefillWitness) -> None:

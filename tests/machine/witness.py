@@ -55,7 +55,7 @@ class PrefillWitness:
         self.asked: Counter[int] = Counter()
         self.ended: dict[int, str] = {}
         self.released: set[int] = set()
-        self.outstanding: dict[int, tuple[actions.Push, int]] = {}
+        self.outstanding: dict[int, tuple[actions.StartPush, int]] = {}
         self._spoiled: set[int] = set()
         self._finished: set[int] = set()
         self._failed_uses: set[tuple[bytes, Room, Generation]] = set()
@@ -74,10 +74,11 @@ class PrefillWitness:
 
     def end_push(self, cause: str | None) -> list[actions.PrefillAction]:
         """The oldest outstanding push ends; without one, a push that nobody knows."""
-        push, _ = next(iter(self.outstanding.values()), (None, 0))
-        if push is None:
+        action, _ = next(iter(self.outstanding.values()), (None, 0))
+        if action is None:
             return self.handle(events.PushEnded(SESSION, Room(7), Generation(1), 999, cause))
-        return self.handle(events.PushEnded(push.session, push.room, push.generation, push.push, cause))
+        push = action.push
+        return self.handle(events.PushEnded(action.session, push.room, push.generation, push.push, cause))
 
     def drain(self) -> None:
         """Every push ends, every deadline passes: nothing is left."""
@@ -108,10 +109,10 @@ class PrefillWitness:
 
     def _check(self, action: actions.PrefillAction, event: events.PrefillEvent) -> None:
         match action:
-            case actions.Push(push=push):
+            case actions.StartPush(push=push):
                 assert isinstance(event, events.PushRequested)
                 assert event.ticket not in self.ended, "a push of a room that has ended"
-                self.outstanding[push] = (action, event.ticket)
+                self.outstanding[push.push] = (action, event.ticket)
             case actions.Succeed(_, ticket):
                 assert ticket in self._finished - self._spoiled, "a success without its pushes"
                 self._ends(ticket, "succeeded")

@@ -32,7 +32,7 @@ def test_a_node_closes_with_requests_at_every_arrow(daemons: Daemons, side: str,
     reached = {
         "in line": lambda: prefill.node.statistics()["rooms"].get("opened") == 2,
         "offered": lambda: prefill.node.statistics()["rooms"] == {"early": 1},
-        "computing": lambda: prefill.node.statistics()["rooms"] == {"windowed": 1},
+        "computing": lambda: prefill.node.statistics()["rooms"] == {"offered": 1},
         "generating": lambda: decode.node.statistics()["totals"] == {"ready": 1},
     }[arrow]
     until(reached, arrow)
@@ -58,7 +58,7 @@ def test_draining_waits_for_what_runs_and_takes_no_more(daemons: Daemons) -> Non
     prefill, decode = daemons.pair()
     prefill.hold.clear()
     running = call(prefill, decode, prompt(1))
-    until(lambda: prefill.node.statistics()["rooms"] == {"windowed": 1})
+    until(lambda: prefill.node.statistics()["rooms"] == {"offered": 1})
     closing = [threading.Thread(target=side.node.close, args=(PATIENCE_S,)) for side in (prefill, decode)]
     for thread in closing:
         thread.start()

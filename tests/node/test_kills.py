@@ -60,7 +60,7 @@ def test_decode_is_killed(daemons: Daemons, arrow: str) -> None:
         until(lambda: bool(rooms(prefill)) or arrow == "generating")
         running = None if arrow == "offered" else call(prefill, None, prompt(SEED, LENGTH), room=room)
         if arrow == "computing":
-            until(lambda: rooms(prefill) == {"windowed": 1})
+            until(lambda: rooms(prefill) == {"offered": 1})
         elif running is not None:
             assert running.prefill is not None
             running.prefill.done.result(10)
@@ -83,7 +83,7 @@ def test_decode_is_killed_while_bytes_are_on_their_way(daemons: Daemons) -> None
         prefill.hold.clear()
         victim.say("decode", room, SEED, prefill.port)
         running = call(prefill, None, prompt(SEED, LENGTH), room=room)
-        until(lambda: rooms(prefill) == {"windowed": 1})
+        until(lambda: rooms(prefill) == {"offered": 1})
         victim.kill()
         prefill.hold.set()  # it pushes to a connection that the kernel has reset
         (cause,) = running.causes()

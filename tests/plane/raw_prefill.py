@@ -16,10 +16,9 @@ from pdplane.kv.arena import Arena
 from pdplane.kv.copies import plan_copies
 from pdplane.kv.layout import Layout
 from pdplane.kv.routes import plan_route
-from pdplane.messages import Notice, Preallocation, Registered, Status, StatusCode, Window
+from pdplane.messages import Notice, Preallocation, Push, Registered, Status, StatusCode, Window
 from pdplane.transport.registry import open_sender
 from pdplane.transport.reports import Pushed, Report
-from pdplane.transport.sender import Push
 from tests.raw_peers import RawRouter
 from tests.waiting import PATIENCE_S
 

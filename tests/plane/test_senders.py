@@ -16,7 +16,8 @@ from pdplane.bench.slow_link import SlowLine, TokenBucket
 from pdplane.ids import Generation, Room
 from pdplane.kv.copies import Copies
 from pdplane.machine import events
-from pdplane.machine.actions import OpenData, Push
+from pdplane.machine.actions import OpenData, StartPush
+from pdplane.messages import Push
 from pdplane.plane.config import PrefillConfig
 from pdplane.plane.senders import Senders
 from pdplane.transport.framing import Header
@@ -72,7 +73,8 @@ def test_time_that_pushes_share_counts_once(decode: Decode, monkeypatch: pytest.
         began = time.monotonic()
         for number in range(PUSHES):
             part = whole(NBYTES // PUSHES, 0, number * NBYTES // PUSHES)
-            assert senders.push(Push(decode.session, DECODE_LIFE, Room(7), Generation(1), number, part)) == []
+            push = Push(Room(7), Generation(1), number, part)
+            assert senders.push(StartPush(decode.session, DECODE_LIFE, push)) == []
         go_on.set()
         ends = [posted.get(timeout=PATIENCE_S) for _ in range(PUSHES)]
         passed = time.monotonic() - began

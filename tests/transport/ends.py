@@ -11,11 +11,11 @@ import numpy as np
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, Copies
+from pdplane.messages import Push
 from pdplane.security import Secret
 from pdplane.transport.fence import Fence
 from pdplane.transport.registry import Sender, open_receiver, open_sender
 from pdplane.transport.reports import Pushed, PushFailed, Report, TransportOptions
-from pdplane.transport.sender import Push
 
 T = TypeVar("T")
 PATIENCE_S = 30.0

@@ -6,8 +6,9 @@ import pytest
 
 from pdplane.errors import ConfigError
 from pdplane.ids import Generation, Room
+from pdplane.messages import Landed
 from pdplane.transport.framing import checksum_of
-from pdplane.transport.reports import Landed, Pushed, PushFailed, TransportOptions
+from pdplane.transport.reports import Pushed, PushFailed, TransportOptions
 from tests.transport.ends import Ends, expected, permuted, push, random_arena, u64, whole
 from tests.transport.proxy import Proxy
 

@@ -10,17 +10,16 @@ from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
+from pdplane.messages import Landed, WriterCut
 from pdplane.security import Secret
 from pdplane.transport.registry import open_receiver, open_sender
 from pdplane.transport.reports import (
     Connected,
     ConnectFailed,
     Disconnected,
-    Landed,
     Pushed,
     PushFailed,
     TransportOptions,
-    WriterCut,
 )
 from tests.transport.ends import (
     DECODE_LIFE,
@@ -184,7 +183,7 @@ def test_a_new_connection_of_the_same_writer_ends_the_old_one(ends: Ends) -> Non
     sender, second = ends.sender(decode, source)
     second.wait(Connected)
     first.wait(Disconnected)
-    assert "replaced" in decode.reports.wait(WriterCut)[0].cause
+    assert "replaced" in decode.reports.wait(WriterCut)[0].text
     sender.submit(push(7, whole(4096)))
     assert isinstance(second.ends(1)[0], Pushed)
 

@@ -8,17 +8,16 @@ import threading
 import pytest
 
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room
+from pdplane.messages import Landed, WriterCut
 from pdplane.security import Secret
 from pdplane.transport.reports import (
     Connected,
     ConnectFailed,
     Disconnected,
-    Landed,
     Pushed,
     PushFailed,
     Report,
     TransportOptions,
-    WriterCut,
 )
 from tests.transport.ends import Ends, Reports, push, random_arena, u64, whole
 from tests.transport.proxy import Proxy
@@ -103,7 +102,7 @@ def test_a_stall_ends_both_sides_in_bounded_time(tcp: Ends) -> None:
         sender.submit(push(7, whole(1 << 23)))
         assert isinstance(reports.ends(1)[0], PushFailed)
         reports.wait(Disconnected)
-        assert decode.reports.wait(WriterCut)[0].cause == "the peer stalled"
+        assert decode.reports.wait(WriterCut)[0].text == "the peer stalled"
 
 
 def test_acknowledgements_that_do_not_come_end_the_connection(tcp: Ends) -> None:

@@ -6,17 +6,16 @@ import pytest
 
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room
 from pdplane.kv.arena import Arena
+from pdplane.messages import Landed, WriterCut
 from pdplane.transport.fence import Fence
 from pdplane.transport.registry import open_receiver
 from pdplane.transport.reports import (
     Connected,
     Disconnected,
-    Landed,
     Pushed,
     PushFailed,
     Resumed,
     TransportOptions,
-    WriterCut,
 )
 from tests.transport.ends import Ends, Reports, push, random_arena, whole
 from tests.transport.proxy import Proxy

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pdplane.errors import WireError
 from pdplane.ids import Generation, Room
 from pdplane.kv.arena import Arena
+from pdplane.messages import WriterCut
 from pdplane.transport.framing import HEADER_BYTES, FrameKind, Header, decode_header, encode_header, encode_segment
 from pdplane.transport.greeting import (
     Accepted,
@@ -30,7 +31,7 @@ from pdplane.transport.greeting import (
     is_reachable,
 )
 from pdplane.transport.pull import Nonce, PeerMemory, allow_tracer, can_pull
-from pdplane.transport.reports import Connected, Pushed, WriterCut
+from pdplane.transport.reports import Connected, Pushed
 from pdplane.transport.unix_socket import open_unix_listener
 from tests.transport.ends import Decode, Ends, Reports, push, random_arena, u64, whole
 from tests.transport.stranger import Stranger, stranger
@@ -177,7 +178,7 @@ def test_sources_outside_the_senders_arena_end_the_connection(pulled: Ends, sour
             )
             over.send(encode_segment(header, u64(0, 16), u64(16, 16), u64(*sources)))
             assert over.is_closed_by_peer()
-    assert "malformed" in decode.reports.wait(WriterCut)[0].cause
+    assert "malformed" in decode.reports.wait(WriterCut)[0].text
     assert not decode.arena.bytes.any()
 
 
@@ -194,7 +195,7 @@ def test_memory_that_went_away_cuts_the_connection_and_counts_nothing(pulled: En
             header = Header(FrameKind.PULL, number, Room(7), Generation(1), 0, count=1, nbytes=64, last=True)
             over.send(encode_segment(header, u64(0), u64(64), u64(0)))
             assert over.is_closed_by_peer()
-    assert "memory" in decode.reports.wait(WriterCut)[0].cause
+    assert "memory" in decode.reports.wait(WriterCut)[0].text
     assert decode.fence.landed(Room(7), Generation(1)) == {}
     assert arena.bytes.any()
 

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdplane.ids import Endpoint, Generation, Rank, Room
+from pdplane.messages import WriterCut
 from pdplane.transport.framing import HEADER_BYTES, FrameKind, Header, decode_header, encode_header, encode_segment
 from pdplane.transport.greeting import GreetingKind, encode
-from pdplane.transport.reports import Connected, ConnectFailed, Pushed, TransportOptions, WriterCut
+from pdplane.transport.reports import Connected, ConnectFailed, Pushed, TransportOptions
 from tests.sockets import name_two_addresses, sends_at_once
 from tests.transport.ends import DECODE_LIFE, Decode, Ends, push, random_arena, u64, whole
 from tests.transport.stranger import stranger
@@ -97,7 +98,7 @@ def test_frames_that_cannot_be_believed_end_their_connection(tcp: Ends, changed:
         header = attrs.evolve(SEGMENT, session_number=number, **changes)
         client.send(encode_segment(header, u64(0, 16), u64(16, 16)) + b"x" * 32)
         assert client.is_closed_by_peer()
-        assert "malformed frame" in decode.reports.wait(WriterCut)[0].cause
+        assert "malformed frame" in decode.reports.wait(WriterCut)[0].text
     assert not decode.arena.bytes.any()
     assert decode.receiver.snapshot().malformed_frames == 1
 

@@ -9,6 +9,7 @@ import pytest
 
 from pdplane.errors import LocalProtocolError
 from pdplane.ids import Generation, Life, Rank, Room
+from pdplane.messages import Landed
 from pdplane.transport.fence import Writer
 from pdplane.transport.greeting import Bundle, SenderGreeting
 from pdplane.transport.line import StreamLine
@@ -17,7 +18,6 @@ from pdplane.transport.reports import (
     Connected,
     ConnectFailed,
     Disconnected,
-    Landed,
     Pushed,
     PushFailed,
     Resumed,
