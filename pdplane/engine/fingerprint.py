@@ -14,17 +14,20 @@ import mlx.core as mx
 from pdplane.engine.model import Model
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.untyped import mlx_version, parameters
+from pdplane.engine.weights import weights_hash
 from pdplane.messages import Fingerprint
 
 _DIGITS = 32  # of a hash: 128 bits
+_NOTES = frozenset({"_name_or_path", "transformers_version", "use_cache"})
 
 
 def fingerprint(model: Model, options: EngineOptions, tp_size: int = 1) -> Fingerprint:
     """Describe a loaded model and its options; other sizes of split add up in another order, which costs last bits."""
     quantised = options.kv_bits is not None
     required = (
-        ("config", _hash(json.dumps(dict(model.config), sort_keys=True, default=str).encode())),
-        ("weights", _weights_hash(model)),
+        ("config", _config_hash(model)),
+        ("weights", _weights(model)),
+        ("tokenizer", model.tokenizer.fingerprint()[:_DIGITS]),
         ("dtype", _dtypes(model)),
         ("prefill_step_size", str(options.prefill_step_size)),
         ("kv_bits", str(options.kv_bits) if quantised else "none"),
@@ -35,20 +38,16 @@ def fingerprint(model: Model, options: EngineOptions, tp_size: int = 1) -> Finge
     return Fingerprint(required, (("backend", _backend()), ("blas", _blas()), ("tp_size", str(tp_size))))
 
 
-def _weights_hash(model: Model) -> str:
-    """Sizes and headers (names, dtypes, shapes, offsets) of the weight files; the weights themselves are not read."""
+def _config_hash(model: Model) -> str:
+    """Everything in the config but names and notes that no computation reads."""
+    told = {key: value for key, value in model.config.items() if key not in _NOTES}
+    return _hash(json.dumps(told, sort_keys=True, default=str).encode())
+
+
+def _weights(model: Model) -> str:
     if model.path is None:
         return _hash(f"{model.config.get('tiny')}:{model.config.get('seed')}".encode())
-    digest = hashlib.sha256()
-    for file in sorted(model.path.glob("model*.safetensors")):
-        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-        digest.update(_header(file))
-    return digest.hexdigest()[:_DIGITS]
-
-
-def _header(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        return opened.read(int.from_bytes(opened.read(8), "little"))
+    return weights_hash(model.path)[:_DIGITS]
 
 
 def _dtypes(model: Model) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -41,10 +43,23 @@ class MlxTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._wrapper.has_chat_template)
 
+    def fingerprint(self) -> str:
+        """Return SHA-256 over what makes tokens of a text or a conversation and what ends an answer, as hex digits."""
+        core = getattr(self._inner, "backend_tokenizer", None)
+        rules = core.to_str() if core is not None else json.dumps(self._inner.get_vocab(), sort_keys=True)
+        template = self._template if self.has_chat_template else None
+        told = json.dumps([hashlib.sha256(rules.encode()).hexdigest(), template, sorted(self.eos_ids)])
+        return hashlib.sha256(told.encode()).hexdigest()
+
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the model's own BOS rule unless `special_tokens` is off."""
+        """Token ids of a text, with the model's own BOS rule unless `special_tokens` is off.
+
+        As in mlx-lm, a text that begins with the BOS token's text gets no second one.
+        """
+        bos = self._inner.bos_token
+        special = special_tokens and not (bos and text.startswith(bos))
         with self._lock:
-            return [int(token) for token in self._inner.encode(text, add_special_tokens=special_tokens)]
+            return [int(token) for token in self._inner.encode(text, add_special_tokens=special)]
 
     def decode(self, tokens: Sequence[int], *, marks: bool = False) -> str:
         """The text of some token ids without special tokens; `marks` keeps those that a `Speech` looks for."""
