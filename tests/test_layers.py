@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "wire": _BASE,
     "machine": _BASE,
     "control": _BASE | {"wire", "machine"},
-    "transport": _LOW | {"security", "net", "kv", "messages"},
+    "transport": _BASE,
     "engine": _LOW | {"kv", "messages", "api"},
     "plane": _BASE | {"wire", "machine", "control", "transport"},
     "node": _NODE - {"node"},

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1] / "pdplane"
 
 # Names that still stand for two things, to be taken out as they are mended.
 TWICE = {
+    "Refusal",
     "Answer",
     "DecodeNode",
     "PrefillNode",

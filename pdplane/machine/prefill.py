@@ -23,7 +23,7 @@ from pdplane.machine.prefill_rooms import TOO_MANY, PrefillRooms, PrefillUse, Ra
 from pdplane.machine.sessions import DecodePeer, PrefillTurn, Session, Sessions
 from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.states import PrefillMove, PrefillState
-from pdplane.machine.uses import Part, is_over
+from pdplane.machine.uses import RankUse, is_over
 from pdplane.messages import Cancel, Drain, Fingerprint, Hello, Ping, UnknownSession, Window
 
 
@@ -313,7 +313,7 @@ class PrefillMachine:
         session = self._sessions.owner(peer.identity, peer.session) if peer.session else None
         prompt_hash = peer.window.prompt_hash if peer.window and peer.window.names(number, cancel.generation) else ""
         if session is not None and prompt_hash and (room is None or room.asks_for(prompt_hash)):
-            use = Part((session.id, session.life), cancel.generation)
+            use = RankUse((session.id, session.life), cancel.generation)
             if room is None:
                 self._rooms.withdraw(turn, number, use, prompt_hash, why)
             else:

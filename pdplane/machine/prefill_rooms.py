@@ -18,7 +18,7 @@ from pdplane.machine.sessions import PrefillTurn, Session, Sessions
 from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.states import PREFILL_TABLE, PrefillMove, PrefillState, advance
 from pdplane.machine.timers import Timers
-from pdplane.machine.uses import DecodeLife, Graveyard, Part, Tombstone, merge
+from pdplane.machine.uses import DecodeLife, Graveyard, RankUse, Tombstone, merge
 from pdplane.messages import Failed, Push, Status, StatusCode, Window
 
 
@@ -32,8 +32,8 @@ class RankOffer:
     prompt_hash: str
 
     @property
-    def part(self) -> Part:
-        return Part((self.session.id, self.session.life), self.generation)
+    def part(self) -> RankUse:
+        return RankUse((self.session.id, self.session.life), self.generation)
 
 
 @attrs.define
@@ -52,7 +52,7 @@ class PrefillUse:
     request: PrefillRequested | None = None
     finish: RoomFinished | None = None
     offers: dict[SessionId, RankOffer] = attrs.field(factory=dict)
-    declined: list[Part] = attrs.field(factory=list)  # uses of decode ranks that gave them up
+    declined: list[RankUse] = attrs.field(factory=list)  # uses of decode ranks that gave them up
     pushes: set[int] = attrs.field(factory=set)
     why: Why | None = None
     story: list[str] = attrs.field(factory=list)
@@ -262,7 +262,7 @@ class PrefillRooms:
         room.offers[offer.session.id] = offer
         self.move(turn, room, PrefillMove.OFFERED)
 
-    def withdraw(self, turn: PrefillTurn, number: Room, use: Part, prompt_hash: str, why: Why) -> None:
+    def withdraw(self, turn: PrefillTurn, number: Room, use: RankUse, prompt_hash: str, why: Why) -> None:
         """Remember that a decode rank gave a use up, under a number that no live room has."""
         stone = self._graveyard.find(number, turn.now)
         if stone is not None and stone.covers(use):
@@ -282,13 +282,13 @@ class PrefillRooms:
             ),
         )
 
-    def decline(self, turn: PrefillTurn, room: PrefillUse, use: Part, why: Why) -> None:
+    def decline(self, turn: PrefillTurn, room: PrefillUse, use: RankUse, why: Why) -> None:
         """Break a room because a decode rank gave it up; a later generation of that rank is another use."""
         if use.generation:
             room.declined.append(use)
         self.break_(turn, room, why)
 
-    def remember(self, turn: PrefillTurn, number: Room, stone: Tombstone, use: Part) -> None:
+    def remember(self, turn: PrefillTurn, number: Room, stone: Tombstone, use: RankUse) -> None:
         """Add a decode rank's use to a tombstone: its message came after the room had failed."""
         self._graveyard.bury(
             number,

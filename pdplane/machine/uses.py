@@ -17,7 +17,7 @@ _MAX_ENDED = 64  # decode ranks remembered for one room number
 
 
 @attrs.frozen
-class Part:
+class RankUse:
     """One decode rank's part in one use of a room number. Generations grow within a life of the decode rank."""
 
     peer: DecodeLife
@@ -40,7 +40,7 @@ class Tombstone:
     members: frozenset[DecodeLife] = frozenset()
     prompts: frozenset[str] = frozenset()
 
-    def covers(self, use: Part) -> bool:
+    def covers(self, use: RankUse) -> bool:
         """Return whether this use is over, or older than one that is."""
         return is_over(self.ended, use)
 
@@ -60,12 +60,12 @@ class Tombstone:
         return 0 in self.ended.values()
 
 
-def is_over(ended: Mapping[DecodeLife, Generation], use: Part) -> bool:
+def is_over(ended: Mapping[DecodeLife, Generation], use: RankUse) -> bool:
     newest = ended.get(use.peer)
     return newest is not None and use.generation <= newest
 
 
-def merge(ended: Mapping[DecodeLife, Generation], *uses: Part) -> dict[DecodeLife, Generation]:
+def merge(ended: Mapping[DecodeLife, Generation], *uses: RankUse) -> dict[DecodeLife, Generation]:
     """Return `ended` with these uses added; the oldest entries go when there are too many."""
     merged = dict(ended)
     for use in uses:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pdplane.ids import Generation, Life, Room, SessionId
 from pdplane.machine.timers import Timers
-from pdplane.machine.uses import Graveyard, Part, Tombstone, merge
+from pdplane.machine.uses import Graveyard, RankUse, Tombstone, merge
 
 PEER = SessionId("decode:9"), Life("d" * 32)
 MOVES = st.lists(
@@ -50,15 +50,15 @@ def test_the_oldest_tombstones_go_first() -> None:
 def test_a_new_use_keeps_what_is_over_of_those_who_count() -> None:
     raw = SessionId("raw:1"), Life("")
     graveyard = Graveyard()
-    ended = merge({}, Part(PEER, Generation(4)), Part(PEER, Generation(3)), Part(raw, Generation(0)))
+    ended = merge({}, RankUse(PEER, Generation(4)), RankUse(PEER, Generation(3)), RankUse(raw, Generation(0)))
     stone = Tombstone(None, until=10.0, ended=ended)
     assert stone.is_raw
-    assert [stone.covers(Part(PEER, Generation(n))) for n in (3, 4, 5)] == [True, True, False]
+    assert [stone.covers(RankUse(PEER, Generation(n))) for n in (3, 4, 5)] == [True, True, False]
     graveyard.bury(Room(7), stone)
     assert graveyard.take(Room(7), 0.0) == {PEER: 4}
     assert len(graveyard) == 0
 
 
 def test_the_uses_of_a_room_are_bounded() -> None:
-    uses = [Part((SessionId(f"d:{n}"), Life("")), Generation(1)) for n in range(1000)]
+    uses = [RankUse((SessionId(f"d:{n}"), Life("")), Generation(1)) for n in range(1000)]
     assert len(merge({}, *uses)) == 64
