@@ -1,15 +1,16 @@
 """One shared secret, and everything that is derived from it.
 
-A secret turns on CURVE for the native control sockets, the mutual challenge of the data greeting
-and the bearer token of the rendezvous. Each use has its own key, HMAC-SHA256(secret, label), so
-that none of them gives away another. Nothing here logs, prints or pickles the secret, and every
-comparison takes the same time whatever the bytes are.
+A secret turns on CURVE for the native control sockets and mutual challenges in the data greeting and at the
+rendezvous. Each use has its own key, HMAC-SHA256(secret, label), so that none of them gives away another; nothing that
+is sent can be used again for anything else. Nothing here logs, prints or pickles the secret, and every comparison takes
+the same time whatever the bytes are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 from pathlib import Path
 from typing import Self
 
@@ -18,7 +19,7 @@ from pdplane.errors import ConfigError
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
 
-_BEARER = "Bearer "
+NONCE_LIFE_S = 60.0
 
 
 class Secret:
@@ -67,17 +68,6 @@ class Secret:
         """Return whether `proof` is the answer of `role` over these parts."""
         return hmac.compare_digest(proof, self.answer(role, *parts))
 
-    def bearer(self) -> str:
-        """Return the token that the rendezvous asks for, 64 hex digits."""
-        return self._derive("rendezvous bearer").hex()
-
-    def check_bearer(self, text: str | None) -> bool:
-        """Return whether `text`, a token or a whole `Authorization` header, carries our token."""
-        if text is None:
-            return False
-        token = text[len(_BEARER) :].strip() if text[: len(_BEARER)].lower() == _BEARER.lower() else text
-        return hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self.bearer().encode())
-
     def curve_key(self) -> bytes:
         """Return the 32 bytes of the CURVE secret key that every native socket uses (`control/channels.py`).
 
@@ -87,3 +77,27 @@ class Secret:
 
     def _derive(self, purpose: str) -> bytes:
         return hmac.digest(self._secret, f"pdplane/1 {purpose}".encode(), hashlib.sha256)
+
+
+class Nonces:
+    """Challenges that one listener makes and knows again without keeping them, each good for `NONCE_LIFE_S`."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def issue(self, now: float) -> str:
+        """Return a fresh nonce, 48 hex digits."""
+        when = int(now * 1000).to_bytes(8, "big")
+        return (when + self._mark(when)).hex()
+
+    def knows(self, nonce: str, now: float) -> bool:
+        """Return whether the nonce was issued here and is not too old."""
+        try:
+            raw = bytes.fromhex(nonce)
+        except ValueError:
+            return False
+        age = now - int.from_bytes(raw[:8], "big") / 1000
+        return hmac.compare_digest(raw[8:], self._mark(raw[:8])) and -1.0 <= age <= NONCE_LIFE_S
+
+    def _mark(self, when: bytes) -> bytes:
+        return hmac.digest(self._key, when, hashlib.sha256)[:16]

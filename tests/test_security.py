@@ -28,20 +28,10 @@ def test_answers_depend_on_secret_role_and_every_part() -> None:
     assert not SECRET.check_answer(b"", "sender", b"ab", b"c")
 
 
-@pytest.mark.parametrize("form", ["{}", "Bearer {}", "bearer  {} "])
-def test_a_bearer_is_taken_with_and_without_its_scheme(form: str) -> None:
-    assert SECRET.check_bearer(form.format(SECRET.bearer()))
-
-
-@pytest.mark.parametrize("text", [None, "", "Bearer", "Bearer ", "Basic abc", "\udcff", "é", "Bearer " + "0" * 64])
-def test_other_bearers_are_refused(text: str | None) -> None:
-    assert not SECRET.check_bearer(text)
-
-
 def test_a_file_gives_its_bytes_without_the_white_space(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"  correct horse battery staple\n")
-    assert Secret.from_file(path).bearer() == SECRET.bearer()
+    assert Secret.from_file(path).curve_key() == SECRET.curve_key()
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b" " * 40, b"x" * 5000])

@@ -9,20 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import ipaddress
 import json
 import logging
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 
 import aiohttp
 import attrs
+from yarl import URL
 
 from pdplane.control.http_thread import HttpThread
-from pdplane.control.rendezvous import MARKER, MAX_WORLD_SIZE, VERSION
+from pdplane.control.rendezvous import (
+    MARKER,
+    MAX_WORLD_SIZE,
+    NONCE_HEADER,
+    PROOF_HEADER,
+    SCHEME,
+    VERSION,
+    answer_proof,
+    request_proof,
+)
 from pdplane.errors import LocalProtocolError, RendezvousError, WireError
 from pdplane.ids import Endpoint, Life, Rank, Room
 from pdplane.kv.routes import dp_group
@@ -42,31 +54,60 @@ async def exchange(
     request_timeout_s: float,
     *,
     body: str | None = None,
+    unproved: bool = False,
 ) -> tuple[int, str]:
-    """Return status and text of one HTTP exchange. Raises RendezvousError, with status 0 when nobody answered."""
-    headers = {} if secret is None else {"Authorization": f"Bearer {secret.bearer()}"}
-    if body is not None:
-        headers["Content-Type"] = "application/json"
+    """Return status and text of one HTTP exchange. Raises RendezvousError, with status 0 when nobody answered.
+
+    With a secret both sides prove that they know it, over nonces of this exchange; neither learns anything that it
+    could use elsewhere. `unproved` takes answers without proof too, as legacy peers give them.
+    """
+    data = (body or "").encode()
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    nonce = secrets.token_hex(24)
+    if secret is not None:
+        headers[NONCE_HEADER] = nonce
     timeout = aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=connect_timeout_s)
     try:
-        async with http.session().request(
-            method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-        ) as response:
-            return response.status, await _read(response)
+        status, text, answered = await _one_exchange(http, method, url, data, headers, timeout)
+        scheme, _, challenge = answered.get("WWW-Authenticate", "").partition(" ")
+        if secret is not None and status == 401 and scheme == SCHEME:
+            asked = URL(url)
+            proof = request_proof(secret, challenge, method, _host_header(asked), asked.raw_path_qs, data)
+            headers["Authorization"] = f"{SCHEME} {challenge} {proof}"
+            status, text, answered = await _one_exchange(http, method, url, data, headers, timeout)
     except TimeoutError as error:
         raise RendezvousError(url, 0, "nobody answered in time") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a host that cannot be a name
         raise RendezvousError(url, 0, str(error) or type(error).__name__) from error
+    if secret is not None and not unproved:
+        right = answer_proof(secret, nonce, status, text)
+        if not hmac.compare_digest(answered.get(PROOF_HEADER, "").encode("utf-8", "replace"), right.encode()):
+            raise RendezvousError(url, status, "it does not prove that it knows our secret")
+    return status, text.decode("utf-8", "replace")
 
 
-async def _read(response: aiohttp.ClientResponse) -> str:
+async def _one_exchange(
+    http: HttpThread, method: str, url: str, data: bytes, headers: Mapping[str, str], timeout: aiohttp.ClientTimeout
+) -> tuple[int, bytes, Mapping[str, str]]:
+    async with http.session().request(
+        method, url, data=data or None, headers=headers, timeout=timeout, allow_redirects=False
+    ) as response:
+        return response.status, await _read(response), response.headers
+
+
+def _host_header(url: URL) -> str:
+    """The Host header that aiohttp sends."""
+    return (url.host_port_subcomponent or "").rstrip(".")
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
     parts, size = [], 0
     async for part in response.content.iter_chunked(65536):
         parts.append(part)
         size += len(part)
         if size > MAX_ANSWER:
             raise ValueError(f"the answer is longer than {MAX_ANSWER} bytes")
-    return b"".join(parts).decode("utf-8", "replace")
+    return b"".join(parts)
 
 
 def reason_in(text: str) -> str:
@@ -174,6 +215,8 @@ class LookUpOptions:
     request_timeout_s: float = 5.0
     first_pause_s: float = 0.05
     longest_pause_s: float = 1.0
+    unproved: bool = False
+    """With a secret: take the answers of a rendezvous that does not prove it, as those of legacy peers do not."""
 
 
 class RendezvousClient:
@@ -261,11 +304,17 @@ class RendezvousClient:
         url = f"{bootstrap.url('http')}/route?{query}"
         options = self._options
         status, text = await exchange(
-            self._http, "GET", url, self._secret, options.connect_timeout_s, options.request_timeout_s
+            self._http,
+            "GET",
+            url,
+            self._secret,
+            options.connect_timeout_s,
+            options.request_timeout_s,
+            unproved=options.unproved,
         )
         if status != 200:
             # A rendezvous answers 404 only to the question for one rank.
-            raise RendezvousError(url, _NOT_YET if status == 404 and tp_rank >= 0 else status, reason_in(text))
+            raise RendezvousError(url, _NOT_YET if status == 404 and tp_rank >= 0 else status, _meaning(status))
         with _refusing(bootstrap):
             return parse_json(text.encode("utf-8"), "answer", MAX_ANSWER)
 
@@ -286,6 +335,13 @@ def _read_rank(rank: Rank, answer: JsonValue) -> RankAddress:
     answer.member(MARKER).whole(VERSION, VERSION)
     router_port, life = answer.member("router_port").whole(1, 65535), Life(answer.member("prefill_life").text())
     return RankAddress(rank, host, port, router_port, life)
+
+
+def _meaning(status: int) -> str:
+    """Return what a status of /route means. The text comes from whatever listens there: no client must read it."""
+    return {401: "it asks for a secret", 404: "it has no such rank", 503: "not every prefill rank has registered"}.get(
+        status, "that is no answer of a rendezvous"
+    )
 
 
 def _is_worth_asking_again(status: int) -> bool:

@@ -25,6 +25,7 @@ Who may replace a registration:
 
 from __future__ import annotations
 
+import hmac
 import logging
 import re
 import time
@@ -37,7 +38,7 @@ from aiohttp import web
 from pdplane.errors import RendezvousError, WireError
 from pdplane.ids import Life
 from pdplane.net import JsonValue, parse_json
-from pdplane.security import Secret
+from pdplane.security import Nonces, Secret
 from pdplane.wire import decode_layout, encode_layout
 from pdplane.wire.frames import MAX_LAYOUT
 
@@ -231,8 +232,30 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY = 1 << 20  # a layout has at most 262,144 bytes, each at most doubled by JSON's quoting
 
+SCHEME, NONCE_HEADER, PROOF_HEADER = "Pdplane", "Pdplane-Nonce", "Pdplane-Proof"
+
 _INTEGER = re.compile(r"-?[0-9]{1,9}\Z")
 _KINDS = {400: "bad_request", 401: "unauthorized", 404: "not_found", 409: "conflict", 503: "unavailable"}
+
+
+def request_proof(secret: Secret, nonce: str, method: str, host: str, path: str, body: bytes) -> str:
+    """Return the proof of a request, good for the nonce that the listener gave and for this very request."""
+    return secret.answer(
+        "rendezvous client", *(part.encode("utf-8", "replace") for part in (nonce, method, host, path)), body
+    ).hex()
+
+
+def answer_proof(secret: Secret, nonce: str, status: int, body: bytes) -> str:
+    """Return the proof of an answer, good for the nonce that the request carried."""
+    return secret.answer("rendezvous server", nonce.encode("utf-8", "replace"), str(status).encode(), body).hex()
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode())
+
+
+def _bytes_of(answer: web.Response) -> bytes:
+    return answer.body if isinstance(answer.body, bytes) else b""
 
 
 def rendezvous_app(
@@ -240,7 +263,8 @@ def rendezvous_app(
 ) -> web.Application:
     """Return the application of one prefill instance, with an empty table.
 
-    With a secret, /route asks for its bearer token; `open_reads` lets legacy decodes GET without one.
+    With a secret, /route asks for a proof of it and proves it in its answers; `open_reads` lets legacy decodes GET
+    without a proof.
     """
     app = web.Application(client_max_size=MAX_BODY)
     routes = _Routes(RankTable(), secret, open_reads=open_reads, clock=clock)
@@ -257,32 +281,49 @@ class _Routes:
         self._secret = secret
         self._open_reads = open_reads
         self._clock = clock
+        self._nonces = Nonces()
 
     async def health(self, _request: web.Request) -> web.Response:
         return web.Response(text="OK")
 
     async def route(self, request: web.Request) -> web.Response:
         try:
-            if request.method == "PUT":
-                self._authorize(request)
-                return await self._put(request)
-            if request.method == "GET":
-                if not self._open_reads:
-                    self._authorize(request)
-                return self._get(request)
+            answer = await self._answer(request)
         except RendezvousError as error:
-            return _error(error)
+            answer = _error(error)
+            if error.status == 401:
+                answer.headers["WWW-Authenticate"] = f"{SCHEME} {self._nonces.issue(self._clock())}"
+        asked = request.headers.get(NONCE_HEADER)
+        if self._secret is not None and asked is not None:
+            answer.headers[PROOF_HEADER] = answer_proof(self._secret, asked, answer.status, _bytes_of(answer))
+        return answer
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        if request.method == "PUT":
+            return await self._put(request)
+        if request.method == "GET":
+            if not self._open_reads:
+                self._authorize(request, b"")
+            return self._get(request)
         return web.Response(text="Method not allowed", status=405, content_type="application/json")
 
-    def _authorize(self, request: web.Request) -> None:
-        if self._secret is not None and not self._secret.check_bearer(request.headers.get("Authorization")):
-            raise RendezvousError("/route", 401, "this rendezvous wants the bearer token of its secret")
+    def _authorize(self, request: web.Request, body: bytes) -> None:
+        """Raise RendezvousError unless the request proves that its sender knows the secret."""
+        if self._secret is None:
+            return
+        scheme, nonce, proof = [*request.headers.get("Authorization", "").split(" "), "", "", ""][:3]
+        right = request_proof(self._secret, nonce, request.method, request.host, request.path_qs, body)
+        if scheme != SCHEME or not self._nonces.knows(nonce, self._clock()) or not _same(proof, right):
+            raise RendezvousError("/route", 401, "this rendezvous wants a proof of its secret")
 
     async def _put(self, request: web.Request) -> web.Response:
         try:
-            body = parse_json(await request.read(), "body", MAX_BODY)
+            data = await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             raise RendezvousError("/route", 400, f"the body is longer than {MAX_BODY} bytes") from error
+        self._authorize(request, data)
+        try:
+            body = parse_json(data, "body", MAX_BODY)
         except WireError as error:
             raise RendezvousError("/route", 400, error.reason) from error
         entry = self._table.put(body, self._clock())
@@ -310,6 +351,4 @@ def _integer(name: str, text: str) -> int:
 def _error(error: RendezvousError) -> web.Response:
     body = {"error": {"message": error.reason, "type": _KINDS.get(error.status, "error"), "code": error.status}}
     headers = {"Retry-After": "1"} if error.status == 503 else {}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
     return web.json_response(body, status=error.status, headers=headers)

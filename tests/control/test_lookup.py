@@ -117,7 +117,7 @@ def test_says_at_the_deadline_what_is_missing(http: HttpThread) -> None:
     assert isinstance(not_found, PrefillNotFound)
     assert f"127.0.0.1:{bootstrap.port}" in not_found.cause
     assert "503" in not_found.cause
-    assert "no prefill rank has registered" in not_found.cause
+    assert "not every prefill rank has registered" in not_found.cause
 
 
 def test_an_address_where_nobody_listens_is_given_up_soon(http: HttpThread) -> None:
@@ -148,7 +148,7 @@ GOOD = {"prefill_tp_size": 1, "prefill_dp_size": 1, "cache_layout": "{}"}
 @pytest.mark.parametrize(
     ("status", "text", "words"),
     [
-        (401, '{"error": {"message": "no token"}}', "no token"),
+        (401, '{"error": {"message": "no token"}}', "it asks for a secret"),
         (404, "404: Not Found", "404"),
         (200, "hello", "not valid JSON"),
         (200, "[" * 100_000, "nested too deeply"),
@@ -201,6 +201,29 @@ def test_the_token_of_the_secret_is_sent(http: HttpThread) -> None:
     announcer.stop()
     assert isinstance(begin(RendezvousClient(http, SOON, SECRET), bootstrap).result(10), PrefillFound)
     assert isinstance(begin(RendezvousClient(http, SOON), bootstrap).result(10), PrefillNotFound)
+
+
+def test_a_stranger_gets_nothing_that_it_could_use_and_is_not_quoted(http: HttpThread) -> None:
+    """Whoever a client names as rendezvous: no credential of ours goes there, and nothing it says comes back."""
+    heard: list[dict[str, str]] = []
+
+    async def route(request: web.Request) -> web.Response:
+        heard.append(dict(request.headers))
+        challenge = {"WWW-Authenticate": f"Pdplane {'0' * 48}"}
+        return web.Response(status=401, text='{"error": {"message": "internal words"}}', headers=challenge)
+
+    app = web.Application()
+    app.router.add_route("*", "/route", route)
+    stranger = http.serve(app, "127.0.0.1", 0)
+    not_found = begin(RendezvousClient(http, SOON, SECRET), stranger).result(10)
+    assert isinstance(not_found, PrefillNotFound)
+    assert "does not prove that it knows our secret" in not_found.cause
+    assert "internal words" not in not_found.cause
+    proof = heard[1]["Authorization"].split(" ")[2]
+    ours = http.serve(rendezvous_app(SECRET), "127.0.0.1", 0)
+    stolen = {"Authorization": f"Pdplane {'0' * 48} {proof}"}
+    assert ask(ours, "GET", "/route?engine_rank=-1&target_dp_group=-1", headers=stolen).status == 401
+    assert "internal words" not in str(begin(RendezvousClient(http, SOON), stranger).result(10))
 
 
 def test_announces_until_it_is_heard(http: HttpThread) -> None:

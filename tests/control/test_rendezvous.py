@@ -1,16 +1,24 @@
-"""The rendezvous over real HTTP: the legacy server's recorded sequences, refusals, replacement, the bearer token."""
+"""The rendezvous over real HTTP: the legacy server's recorded sequences, refusals, replacement, proofs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from pdplane.control.http_thread import HttpThread
-from pdplane.control.rendezvous import LEASE_S, rendezvous_app
+from pdplane.control.rendezvous import (
+    LEASE_S,
+    NONCE_HEADER,
+    PROOF_HEADER,
+    answer_proof,
+    rendezvous_app,
+    request_proof,
+)
 from pdplane.ids import Endpoint, new_life
-from pdplane.security import Secret
+from pdplane.security import Nonces, Secret
 from tests.control.registrations import CASES, native, other_layout, registration
 from tests.http_client import Answer, ask
 
@@ -206,20 +214,53 @@ def test_a_legacy_rank_is_replaced_from_its_own_host_only(server: Endpoint, cloc
     }
 
 
-@pytest.mark.parametrize("token", [None, "Bearer wrong", "Basic x", "Bearer \u00e9"])
-def test_a_secret_asks_for_its_token(http: HttpThread, token: str | None) -> None:
-    secret = Secret(b"sixteen bytes or more")
-    server = http.serve(rendezvous_app(secret), "127.0.0.1", 0)
-    headers = {} if token is None else {"Authorization": token}
-    refused(ask(server, "PUT", "/route", registration(), headers), 401)
-    refused(ask(server, "GET", SYNC, headers=headers), 401)
-    right = {"Authorization": f"Bearer {secret.bearer()}"}
-    refused(ask(server, "GET", SYNC, headers=right), 503)
-    assert ask(server, "PUT", "/route", registration(), right).status == 200
+SECRET = Secret(b"sixteen bytes or more")
+
+
+def proving(server: Endpoint, method: str, path: str, body: bytes = b"", secret: Secret = SECRET) -> dict[str, str]:
+    """The headers of a request that proves the secret, after asking for a nonce."""
+    refused_first = ask(server, method, path, body or None)
+    scheme, nonce = refused_first.headers["WWW-Authenticate"].split(" ")
+    proof = request_proof(secret, nonce, method, str(server), path, body)
+    return {"Authorization": f"{scheme} {nonce} {proof}", NONCE_HEADER: "mine"}
+
+
+def test_a_secret_is_proved_by_both_sides(http: HttpThread) -> None:
+    server = http.serve(rendezvous_app(SECRET), "127.0.0.1", 0)
+    body = json.dumps(registration()).encode()
+    registered = ask(server, "PUT", "/route", body, proving(server, "PUT", "/route", body))
+    assert registered.status == 200
+    assert registered.headers[PROOF_HEADER] == answer_proof(SECRET, "mine", 200, registered.body.encode())
+    assert ask(server, "GET", SYNC, headers=proving(server, "GET", SYNC)).status == 200
     assert ask(server, "GET", "/health").status == 200
 
 
+def test_a_proof_is_good_for_its_request_alone(http: HttpThread) -> None:
+    server = http.serve(rendezvous_app(SECRET), "127.0.0.1", 0)
+    other = http.serve(rendezvous_app(SECRET), "127.0.0.1", 0)
+    body = json.dumps(registration()).encode()
+    right = proving(server, "PUT", "/route", body)
+    for headers, where, path, sent in (
+        ({}, server, "/route", body),
+        ({"Authorization": "Bearer x"}, server, "/route", body),
+        ({"Authorization": "Pdplane \u00e9 \u00e9"}, server, "/route", body),
+        (right, server, "/route?x=1", body),
+        (right, server, "/route", body + b" "),
+        (right, other, "/route", body),
+        (proving(server, "PUT", "/route", body, Secret(b"another secret, as long")), server, "/route", body),
+    ):
+        refused(ask(where, "PUT", path, sent, headers), 401)
+
+
+def test_a_nonce_ages() -> None:
+    nonces = Nonces()
+    nonce = nonces.issue(100.0)
+    assert [nonces.knows(nonce, now) for now in (98.0, 100.0, 159.0, 161.0)] == [False, True, True, False]
+    assert not Nonces().knows(nonce, 100.0)
+    assert not any(nonces.knows(text, 100.0) for text in ("", "zz", "00", nonce[:-2], nonce + "00"))
+
+
 def test_reads_can_be_open_while_writes_are_not(http: HttpThread) -> None:
-    server = http.serve(rendezvous_app(Secret(b"sixteen bytes or more"), open_reads=True), "127.0.0.1", 0)
+    server = http.serve(rendezvous_app(SECRET, open_reads=True), "127.0.0.1", 0)
     refused(ask(server, "PUT", "/route", registration()), 401)
     refused(ask(server, "GET", SYNC), 503)
