@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 SUBJECTS: Mapping[str, tuple[str, str]] = {
     "transport": ("pdplane.bench.transport", "how fast blocks move between two processes, on every way"),
+    "control": ("pdplane.bench.control", "what a small room costs: latency, rooms a second, processor time"),
     "overlap": ("pdplane.bench.overlap", "what of the transfer is left when prefill is done, layer by layer or not"),
     "cache": ("pdplane.bench.cache", "hand a prefix's cache to a worker, or its tokens: bytes, stages, codecs"),
     "experts": ("pdplane.bench.experts", "a MoE model with its experts here, on one worker and on two"),

@@ -460,7 +460,7 @@ def prefill_plane(options: InteropOptions, layout: Layout, arena: Arena) -> Pref
         bootstrap_timeout_s=options.timeout + _SLACK_S,
         waiting_timeout_s=options.timeout + _SLACK_S,
     )
-    return (_LegacyPrefillPlane if legacy else PrefillPlane)(config, layout=layout, arena=arena)
+    return (LegacyPrefillPlane if legacy else PrefillPlane)(config, layout=layout, arena=arena)
 
 
 def decode_plane(options: InteropOptions, layout: Layout, arena: Arena) -> DecodePlane:
@@ -480,7 +480,9 @@ def decode_plane(options: InteropOptions, layout: Layout, arena: Arena) -> Decod
     return (_LegacyDecodePlane if legacy else DecodePlane)(config, layout=layout, arena=arena)
 
 
-class _LegacyPrefillPlane(PrefillPlane):
+class LegacyPrefillPlane(PrefillPlane):
+    """A prefill rank that announces itself as a legacy rank does."""
+
     def _announcement(self) -> Announcement:
         return _LegacyAnnouncement(**attrs.asdict(super()._announcement()))
 
