@@ -11,6 +11,7 @@ import queue
 import resource
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 from pdplane.ids import FieldId, GroupId
@@ -81,8 +82,11 @@ class Pusher:
             return processor_seconds()
         for number in range(command["first"], command["first"] + command["count"]):
             room = self.plane.open(number, prompt_len=BLOCK_TOKENS)
-            room.window.add_done_callback(lambda _done, room=room: self._offered.put(room))
+            room.window.add_done_callback(partial(self._take, room))
         return None
+
+    def _take(self, room: PrefillRoom, _offered: object) -> None:
+        self._offered.put(room)
 
     def _push_all(self) -> None:
         half = LAYERS // 2

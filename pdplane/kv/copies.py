@@ -7,6 +7,9 @@ is one a field in the usual case.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from operator import itemgetter
 
 import attrs
 import numpy as np
@@ -14,8 +17,8 @@ import numpy.typing as npt
 
 from pdplane.errors import LocalProtocolError
 from pdplane.ids import FieldId, GroupId
+from pdplane.kv.layout import FEW, Layout
 from pdplane.kv.layout import U64 as U64
-from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest
 from pdplane.kv.routes import Fragment, RankRoute
 
@@ -58,22 +61,67 @@ def plan_block_copies(
     fields: Collection[FieldId] | None = None,
 ) -> Copies:
     """Return the copies between any two equally long lists of blocks, such as those of a chunk; see plan_copies."""
-    pairs = {
-        group_id: (_ids(source_blocks.get(group_id, ()), source_layout, group_id), _ids(blocks))
-        for group_id, blocks in destination_blocks.items()
-    }
-    for group_id, (ours, theirs) in pairs.items():
-        if len(ours) != len(theirs):
-            raise LocalProtocolError(f"group {group_id!r}: {len(ours)} source blocks for {len(theirs)} of the manifest")
-    found = [
-        _fragment_copies(fragment, source_layout, destination_layout, *pairs[fragment.group_id])
-        for fragment in route.fragments
-        if fragment.group_id in pairs and (fields is None or fragment.field_id in fields)
-    ]
+    found: list[tuple[U64, U64, U64]] = []
+    wanted = None if fields is None else frozenset(fields)
+    for group_id, pages in _pages_of(route, source_layout, destination_layout, wanted):
+        if (theirs := destination_blocks.get(group_id)) is not None:
+            ours = source_blocks.get(group_id, ())
+            if len(ours) != len(theirs):
+                raise LocalProtocolError(
+                    f"group {group_id!r}: {len(ours)} source blocks for {len(theirs)} of the manifest"
+                )
+            found.append(pages.between(_ids(ours, source_layout, group_id), _ids(theirs)))
     if not found:
         return Copies(*(np.empty(0, np.uint64) for _ in range(3)))
-    source, destination, length = (np.concatenate(column) for column in zip(*found, strict=True))
-    return merged_copies(source, destination, length)
+    columns = found[0] if len(found) == 1 else (np.concatenate(column) for column in zip(*found, strict=True))
+    return merged_copies(*columns)
+
+
+@attrs.frozen(eq=False)
+class _PagePairs:
+    """The runs of one group's pages on both sides, as columns: offsets in block 0, strides to the next block."""
+
+    source: U64
+    source_stride: U64
+    destination: U64
+    destination_stride: U64
+    length: U64
+
+    def between(self, source_ids: U64, destination_ids: U64) -> tuple[U64, U64, U64]:
+        """Return offsets on both sides and lengths for pairs of blocks."""
+        source = self.source + self.source_stride * source_ids
+        destination = self.destination + self.destination_stride * destination_ids
+        return source.ravel(), destination.ravel(), np.broadcast_to(self.length, source.shape).ravel()
+
+
+@lru_cache(maxsize=1024)
+def _pages_of(
+    route: RankRoute, source_layout: Layout, destination_layout: Layout, fields: frozenset[FieldId] | None
+) -> tuple[tuple[GroupId, _PagePairs], ...]:
+    """Return what all rooms between two ranks have in common: each group's runs for any block."""
+    rows: dict[GroupId, list[tuple[int, int, int, int, int]]] = {}
+    for fragment in route.fragments:
+        if fields is None or fragment.field_id in fields:
+            rows.setdefault(fragment.group_id, []).extend(_rows_of(fragment, source_layout, destination_layout))
+    return tuple(
+        (group_id, _PagePairs(*np.array(found, np.uint64).T[:, :, None].copy())) for group_id, found in rows.items()
+    )
+
+
+def _rows_of(
+    fragment: Fragment, source_layout: Layout, destination_layout: Layout
+) -> Iterator[tuple[int, int, int, int, int]]:
+    ours, theirs = source_layout.field(fragment.field_id), destination_layout.field(fragment.field_id)
+    source = source_layout.null_page(ours) + fragment.source_offset
+    destination = destination_layout.null_page(theirs) + fragment.destination_offset
+    for row in range(fragment.rows):
+        yield (
+            (source + row * fragment.source_stride) % 2**64,
+            ours.page_stride_bytes,
+            (destination + row * fragment.destination_stride) % 2**64,
+            theirs.page_stride_bytes,
+            fragment.row_bytes,
+        )
 
 
 def expected_bytes(destination_layout: Layout, manifest: Manifest, route: RankRoute) -> int:
@@ -86,19 +134,45 @@ def window_runs(layout: Layout, manifest: Manifest) -> tuple[U64, U64]:
     """Return offsets and lengths of the runs in decode's arena that the manifest opens: sorted, disjoint, merged."""
     starts, lengths = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
     for group_id, blocks in manifest.blocks().items():
-        ids = _ids(blocks)
-        for field in layout.fields_of(group_id):
-            starts.append(layout.page_offsets(field.field_id, ids))
-            lengths.append(np.full(len(ids), field.payload_bytes, np.uint64))
-    start, length = np.concatenate(starts), np.concatenate(lengths)
-    if not len(start):
-        return start, length
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], np.maximum.accumulate(start[order] + length[order])
-    # A peer's groups may name the same bytes twice, so overlapping runs are united, not only adjacent ones.
+        null_page, stride, nbytes = _windows_of(layout, group_id)
+        start = (null_page + stride * _ids(blocks)).ravel()
+        starts.append(start)
+        lengths.append(np.broadcast_to(nbytes, (len(nbytes), len(blocks))).ravel())
+    start, end = united_runs(np.concatenate(starts), np.concatenate(lengths))
+    return start, end - start
+
+
+@lru_cache(maxsize=256)
+def _windows_of(layout: Layout, group_id: GroupId) -> tuple[U64, U64, U64]:
+    """Return the group's pages of block 0, their strides and their bytes, as columns."""
+    rows = [
+        (layout.null_page(field), field.page_stride_bytes, field.payload_bytes) for field in layout.fields_of(group_id)
+    ]
+    pages, strides, nbytes = np.array(rows, np.uint64).reshape(-1, 3).T[:, :, None].copy()
+    return pages, strides, nbytes
+
+
+def united_runs(offsets: U64, lengths: U64) -> tuple[U64, U64]:
+    """Return starts and ends of the runs' union, ascending and apart; groups of a careless peer may overlap."""
+    if len(offsets) <= FEW:
+        return _united_few(offsets.tolist(), lengths.tolist())
+    order = np.argsort(offsets, kind="stable")
+    start, end = offsets[order], np.maximum.accumulate(offsets[order] + lengths[order])
     first = np.concatenate(([True], start[1:] > end[:-1]))
     last = np.concatenate((first[1:], [True]))
-    return start[first], end[last] - start[first]
+    return start[first], end[last]
+
+
+def _united_few(offsets: list[int], lengths: list[int]) -> tuple[U64, U64]:
+    starts: list[int] = []
+    ends: list[int] = []
+    for start, length in sorted(zip(offsets, lengths, strict=True)):
+        if ends and start <= ends[-1]:
+            ends[-1] = max(ends[-1], start + length)
+        else:
+            starts.append(start)
+            ends.append(start + length)
+    return np.array(starts, np.uint64), np.array(ends, np.uint64)
 
 
 def _ids(blocks: Sequence[int], layout: Layout | None = None, group_id: GroupId | None = None) -> U64:
@@ -109,17 +183,6 @@ def _ids(blocks: Sequence[int], layout: Layout | None = None, group_id: GroupId 
     return np.asarray(blocks, dtype=np.uint64)
 
 
-def _fragment_copies(
-    fragment: Fragment, source_layout: Layout, destination_layout: Layout, source_ids: U64, destination_ids: U64
-) -> tuple[U64, U64, U64]:
-    rows = np.arange(fragment.rows, dtype=np.uint64)
-    source_rows = rows * np.uint64(fragment.source_stride) + np.uint64(fragment.source_offset)
-    destination_rows = rows * np.uint64(fragment.destination_stride) + np.uint64(fragment.destination_offset)
-    source = source_layout.page_offsets(fragment.field_id, source_ids)[:, None] + source_rows
-    destination = destination_layout.page_offsets(fragment.field_id, destination_ids)[:, None] + destination_rows
-    return source.ravel(), destination.ravel(), np.full(source.size, fragment.row_bytes, np.uint64)
-
-
 def merged_copies(source: U64, destination: U64, length: U64) -> Copies:
     """Sort by the side that leaves fewer runs on both sides together, and join what touches on both.
 
@@ -127,8 +190,8 @@ def merged_copies(source: U64, destination: U64, length: U64) -> Copies:
     4 KiB blocks in one piece at the source, reading them in its order halves the work of a pull. Where
     destinations overlap, the order is theirs, and of two copies to one place the later stays the later.
     """
-    if not len(length):
-        return Copies(source, destination, length)
+    if len(length) <= FEW:
+        return _merged_few(list(zip(source.tolist(), destination.tolist(), length.tolist(), strict=True)))
     copies, other = (_sorted(side, source, destination, length) for side in (destination, source))
     overlapping = bool((copies.destination[:-1] + copies.length[:-1] > copies.destination[1:]).any())
     if not overlapping and _runs(other) <= _runs(copies):
@@ -136,6 +199,26 @@ def merged_copies(source: U64, destination: U64, length: U64) -> Copies:
     apart = _apart(copies.source, copies.length) | _apart(copies.destination, copies.length)
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))
     return Copies(copies.source[first], copies.destination[first], np.add.reduceat(copies.length, first))
+
+
+def _merged_few(rows: list[tuple[int, int, int]]) -> Copies:
+    """As above, on lists."""
+    copies, other = sorted(rows, key=itemgetter(1)), sorted(rows, key=itemgetter(0))
+    overlapping = any(one[1] + one[2] > next_one[1] for one, next_one in pairwise(copies))
+    if not overlapping and _breaks(other) <= _breaks(copies):
+        copies = other
+    joined: list[list[int]] = []
+    for source, destination, length in copies:
+        last = joined[-1] if joined else None
+        if last and last[0] + last[2] == source and last[1] + last[2] == destination:
+            last[2] += length
+        else:
+            joined.append([source, destination, length])
+    return Copies(*np.array(joined, np.uint64).reshape(-1, 3).T.copy())
+
+
+def _breaks(rows: list[tuple[int, int, int]]) -> int:
+    return sum((one[0] + one[2] != next_one[0]) + (one[1] + one[2] != next_one[1]) for one, next_one in pairwise(rows))
 
 
 def _sorted(side: U64, source: U64, destination: U64, length: U64) -> Copies:

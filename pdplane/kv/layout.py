@@ -22,6 +22,9 @@ from pdplane.ids import FieldId, GroupId
 U64: TypeAlias = npt.NDArray[np.uint64]
 """One-dimensional unsigned 64-bit array; arithmetic wraps, so callers validate before they add."""
 
+FEW = 64
+"""Up to so many numbers Python's own lists are quicker than numpy."""
+
 
 # ---- The address-free geometry of a paged cache: groups of blocks, planes of the arena, fields of a page
 #
@@ -76,7 +79,7 @@ class Field:
     def element_bytes(self) -> int:
         return ELEMENT_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes of one page of this field, without padding."""
         return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
@@ -112,7 +115,7 @@ class Partition:
     global_parts: tuple[int, ...] = ()
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Layout:
     """The whole contract of one rank's cache.
 
@@ -210,19 +213,23 @@ class Layout:
 
         Ids are trusted: validate a peer's manifest first.
         """
-        stride, first = self._pages.get(field_id) or _unknown("field", field_id)
-        # The null block 0 lies one page before the first; wrapping arithmetic gives that too.
-        return (block_ids - np.uint64(1)) * stride + first
+        null_page, stride = self._pages.get(field_id) or _unknown("field", field_id)
+        offsets: U64 = block_ids * stride + null_page
+        return offsets
+
+    def null_page(self, field: Field) -> int:
+        """Return the offset of the field's page of block 0, modulo 2**64: it may lie before the arena."""
+        plane = self.plane(field.plane_id)
+        first = plane.arena_offset_bytes + plane.bytes_per_lcm_block + field.field_offset_bytes
+        return (first - field.page_stride_bytes) % 2**64
 
     @cached_property
     def _pages(self) -> dict[FieldId, tuple[np.uint64, np.uint64]]:
-        """The distance of a field's pages, and the offset in the arena of block 1's."""
-        found = {}
-        for field in self.fields:
-            plane = self.plane(field.plane_id)
-            first = plane.arena_offset_bytes + plane.bytes_per_lcm_block + field.field_offset_bytes
-            found[field.field_id] = np.uint64(field.page_stride_bytes), np.uint64(first)
-        return found
+        """The offset of block 0's page and the stride from page to page, by field."""
+        return {
+            field.field_id: (np.uint64(self.null_page(field)), np.uint64(field.page_stride_bytes))
+            for field in self.fields
+        }
 
 
 def _unknown(what: str, name: str) -> NoReturn:

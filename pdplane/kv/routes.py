@@ -38,7 +38,7 @@ class Fragment:
     rows: int
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class RankRoute:
     """What one prefill rank sends to one decode rank.
 

@@ -22,7 +22,7 @@ import numpy as np
 from pdplane.errors import LocalProtocolError
 from pdplane.ids import Generation, Life, Rank, Room
 from pdplane.kv.arena import Arena
-from pdplane.kv.copies import U64
+from pdplane.kv.copies import U64, united_runs
 
 T = TypeVar("T")
 
@@ -286,11 +286,4 @@ def _merged(offsets: U64, lengths: U64, nbytes: int) -> tuple[U64, U64]:
         raise LocalProtocolError("a window has one length above zero for each offset")
     if (lengths > size).any() or (offsets > size - lengths).any():
         raise LocalProtocolError(f"a window's run leaves the arena of {nbytes} bytes")
-    if not len(offsets):
-        return offsets, offsets
-    order = np.argsort(offsets, kind="stable")
-    starts = offsets[order]
-    ends = np.maximum.accumulate(starts + lengths[order])
-    first = np.concatenate(([True], starts[1:] > ends[:-1]))
-    last = np.concatenate((first[1:], [True]))
-    return starts[first], ends[last]
+    return united_runs(offsets, lengths)

@@ -13,7 +13,7 @@ from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, Copies
 from pdplane.messages import Push
 from pdplane.security import Secret
-from pdplane.transport.fence import Fence
+from pdplane.transport.fence import Fence, Grant, Write, Writer
 from pdplane.transport.registry import Sender, open_receiver, open_sender
 from pdplane.transport.reports import Pushed, PushFailed, Report, TransportOptions
 
@@ -25,6 +25,14 @@ DECODE_LIFE = Life("d" * 32)
 
 def u64(*values: int) -> U64:
     return np.array(values, np.uint64)
+
+
+def counted(fence: Fence, room: int = 7, generation: int = 1, rank: int = 0) -> int:
+    """The bytes that a rank has landed in whole segments, as an empty segment of its own is told."""
+    write = Write(Writer(Rank(rank), PREFILL_LIFE), Room(room), Generation(generation), 2**64 - 1, u64(), u64(), 0)
+    grant = fence.admit(write)
+    assert isinstance(grant, Grant), grant
+    return grant.finish() or 0
 
 
 class Reports:
