@@ -53,7 +53,7 @@ class AboutRoutes:
         return web.json_response({"status": "not ready"}, status=503, headers={"Retry-After": "1"})
 
     async def _live(self, _request: web.Request) -> web.Response:
-        """Red only when a thread of the node has died: neither a long prompt nor a dead peer is a reason to kill it."""
+        """Answer 503 only when a thread of the node has died: a long prompt or a dead peer is no reason to kill it."""
         alive = self._node.alive
         self._has_lived = self._has_lived or alive
         if alive or not self._has_lived:  # while it loads its model it has not died
@@ -111,7 +111,7 @@ class AboutRoutes:
 
 
 async def _off_the_loop(ask: Callable[[], T]) -> T:
-    """Ask what waits for the node's threads, without making everybody wait."""
+    """Call what waits for the node's threads, on a thread of its own, so that other requests go on."""
     return await asyncio.get_running_loop().run_in_executor(None, ask)
 
 
@@ -121,7 +121,7 @@ def _entry(info: dict[str, Any]) -> dict[str, Any]:
         "id": model["served_model_name"],
         "object": "model",
         "created": 0,
-        "owned_by": "sglang",  # smg pairs the legs of no others
+        "owned_by": "sglang",  # smg pairs legs of this owner only
         "root": model["model_path"],
         "max_model_len": model["context_length"],
     }

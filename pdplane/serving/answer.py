@@ -12,9 +12,9 @@ from pdplane.serving.asked import Asked
 
 
 class StopText:
-    """Lets text through up to the first stop string, and holds back what may become one.
+    """Passes text up to the first stop string, and holds back what may become one.
 
-    `matched` names the stop string once it was found; nothing comes through after it.
+    `matched` names the stop string once it was found; nothing passes after it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -23,7 +23,7 @@ class StopText:
         self.matched: str | None = None
 
     def feed(self, piece: str) -> str:
-        """Take a piece, return the text that is safe to show."""
+        """Take a piece; return the text that is safe to show."""
         if self.matched is not None:
             return ""
         self._held += piece
@@ -37,13 +37,13 @@ class StopText:
         return shown
 
     def flush(self) -> str:
-        """What was held back, at the end of the answer."""
+        """Return the text that was held back, at the end of the answer."""
         shown, self._held = self._held, ""
         return shown
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
+    """Return the length of the longest end of `text` with which `stop` begins."""
     return next((length for length in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:length])), 0)
 
 
@@ -82,7 +82,7 @@ class TextAnswer:
 
     @property
     def is_stopped(self) -> bool:
-        """A stop string was found: the answer is over, whatever the node still sends."""
+        """Whether a stop string was found, so that the answer is over, whatever the node still sends."""
         return self._stop_text.matched is not None
 
     @property
@@ -97,7 +97,7 @@ class TextAnswer:
         return ours if self._finished is None else {**ours, **self._finished.timings}
 
     def add(self, tokens: Iterable[Token], finished: Finished | None = None) -> Piece:
-        """Take tokens up to the one that completes a stop string, and the node's word on how it ended."""
+        """Take tokens up to the one that completes a stop string, and how the node ended."""
         before, text = len(self.tokens), ""
         for token in tokens:
             if self.ending is not None:

@@ -1,7 +1,7 @@
-"""What one request asks of a daemon, whatever the dialect in which it was said.
+"""What one request asks of a daemon, in any dialect.
 
-Both halves get the same body and read it the same way: prefill and decode agree on prompts, rooms, seeds and lengths
-without a word between them.
+Both halves get the same body and read it the same way, so prefill and decode agree on prompts, rooms, seeds and lengths
+without a message between them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_TOKENS = 1 << 20
 
 @attrs.frozen(kw_only=True)
 class Defaults:
-    """What a request gets that does not say it; `template` are arguments of the chat template."""
+    """Values for what a request leaves out; `template` are arguments of the chat template."""
 
     sampling: Sampling = GREEDY
     max_tokens: int = 512
@@ -39,11 +39,11 @@ class Served:
     context_length: int | None
     defaults: Defaults
     bootstrap_port: int
-    """Of a rendezvous whose port a request leaves open."""
+    """Port of a rendezvous for which a request names none."""
 
     @classmethod
     def of(cls, node: Node, defaults: Defaults, bootstrap_port: int) -> Served:
-        """What a node says of itself."""
+        """Return the served model, from the node's own info."""
         info = node.info()
         return cls(
             name=str(info.get("served_model_name") or info.get("model_path") or "unknown"),
@@ -104,7 +104,7 @@ def plan(
     sampling: Sampling,
     max_tokens: int | None,
 ) -> tuple[AskedAnswer, ...]:
-    """One `AskedAnswer` for each prompt and number. Raises BadField for what the model cannot do."""
+    """Return one `AskedAnswer` for each prompt and number. Raises BadField for what the model cannot do."""
     count = len(prompts) * n
     if not 1 <= count <= MAX_ANSWERS:
         raise BadField(f"n times prompts is {count}, not 1 to {MAX_ANSWERS}", "n")
@@ -124,13 +124,13 @@ def plan(
 def _sampling_of(sampling: Sampling, number: int) -> Sampling:
     if sampling.seed is None or not number:
         return sampling
-    return attrs.evolve(sampling, seed=(sampling.seed + number) % 2**64)  # or all answers would be the same one
+    return attrs.evolve(sampling, seed=(sampling.seed + number) % 2**64)  # else all answers would be the same one
 
 
 def spread(meetings: Sequence[Meeting], count: int) -> list[Meeting]:
-    """A meeting for each of so many answers: neighbours share one that was given, under rooms derived from it.
+    """Return a meeting for each of `count` answers: neighbours share a given one, under rooms derived from it.
 
-    Raises BadField when the answers cannot be shared out evenly.
+    Raises BadField when the given meetings do not divide the answers.
     """
     share, rest = divmod(count, len(meetings)) if meetings else (0, 1)
     if rest or not share:
@@ -141,7 +141,7 @@ def spread(meetings: Sequence[Meeting], count: int) -> list[Meeting]:
 
 
 def derived_room(room: Room, index: int) -> Room:
-    """The room of another answer of the same request: the room itself for index 0.
+    """Return the room of another answer of the same request: the room itself for index 0.
 
     Else the first 63 bits of SHA-256 over the room (8 bytes) and the index (4 bytes), both big-endian.
     """
@@ -152,7 +152,7 @@ def derived_room(room: Room, index: int) -> Room:
 
 
 def check_prompt(served: Served, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """The prompt again. Raises BadField when it is empty or holds a token that the model has not."""
+    """Return the prompt. Raises BadField when it is empty or holds a token outside the vocabulary."""
     if not prompt:
         raise BadField("the prompt is empty", "prompt")
     if served.vocab_size is not None and max(prompt) >= served.vocab_size:

@@ -18,7 +18,7 @@ MAX_TOOLS = 1 << 10
 _ROLE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,31}\Z")
 _TEXT_PARTS = {"text", "input_text", "output_text"}
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Names under which clients give an earlier thought back, and templates look for it."""
+"""Names under which clients send an earlier thought back, and templates look for it."""
 
 
 @attrs.frozen
@@ -72,7 +72,7 @@ def _message(fields: Fields) -> dict[str, Any]:
         if (text := fields.text(name, 1 << 26)) is not None:
             message[name] = text
             message.setdefault("reasoning_content", text)
-    # What clients give back of an earlier answer, empty, or meant for another server's cache.
+    # Fields that clients send back from an earlier answer: empty, or for another server's cache.
     fields.only("refusal", "")
     fields.only("annotations", [])
     fields.ignore("cache_control", "id", "index")
@@ -129,7 +129,7 @@ def _call(fields: Fields) -> dict[str, Any]:
 
 
 def _arguments(function: Fields) -> Mapping[str, Any]:
-    """Templates want the object; clients send it as JSON in a text."""
+    """Return a call's arguments as the object that templates need; clients send it as JSON in a text."""
     given = function.take("arguments")
     if isinstance(given, str):
         try:

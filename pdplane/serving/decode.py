@@ -18,7 +18,7 @@ from pdplane.serving.routes import DEFAULT_BOOTSTRAP_PORT, Half, app_of
 def decode_app(
     node: DecodeNode, *, bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT, defaults: Defaults | None = None
 ) -> web.Application:
-    """The application; serve it on the process's HttpThread. `bootstrap_port` is taken where a request names none."""
+    """Return the application, for the process's HttpThread; `bootstrap_port` is for requests that name none."""
     return app_of(Half(node, "decode", partial(_begin, node), _first_piece, defaults or Defaults(), bootstrap_port))
 
 
@@ -38,5 +38,5 @@ def _begin(node: DecodeNode, asked: Asked, answer: AskedAnswer, on_token: Callab
 
 
 async def _first_piece(exchange: Exchange) -> Sequence[Piece]:
-    """No header goes out before the first token, so that a failure until then keeps its status."""
+    """Wait for the first token before any header goes out, so that a failure until then keeps its status."""
     return await exchange.advance()

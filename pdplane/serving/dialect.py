@@ -1,4 +1,4 @@
-"""What a way of asking over HTTP consists of: how its requests are read and its answers are written."""
+"""What a dialect consists of: how its requests are read and its answers are written."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Event: TypeAlias = Mapping[str, Any]
 
 
 class AnswerWriter(Protocol):
-    """Writes one request's answers: told of each piece by `keep` or by `events`, never by both."""
+    """Writes one request's answers: it gets each piece by `keep` or by `events`, never by both."""
 
     def keep(self, piece: Piece) -> None:
-        """For a whole answer: take what is new."""
+        """Take a piece of a whole answer."""
 
     def events(self, piece: Piece) -> Sequence[Event]:
-        """For a stream: the events that tell what is new."""
+        """Return the events of a stream that carry this piece."""
 
     def last(self) -> Sequence[Event]:
-        """The events after all answers are over."""
+        """Return the events after all answers are over."""
 
     def whole(self) -> Any:  # noqa: ANN401  (JSON is what it is)
-        """The JSON of all answers."""
+        """Return the JSON of all answers."""
 
 
 class Dialect(Protocol):
@@ -32,14 +32,14 @@ class Dialect(Protocol):
 
     @property
     def paths(self) -> Sequence[str]:
-        """Where it is spoken."""
+        """Its routes."""
 
     @property
     def marks(self) -> bool:
         """Whether its writer looks for the marks of thoughts and calls."""
 
     def read(self, data: bytes, served: Served) -> Asked:
-        """A body as a checked value. Raises ConfigError that names the field."""
+        """Return a body as a checked value. Raises ConfigError that names the field."""
 
     def writer(self, asked: Asked, served: Served, answers: Sequence[TextAnswer]) -> AnswerWriter:
-        """Writes the answers to this request."""
+        """Return the writer of this request's answers."""

@@ -1,7 +1,7 @@
 """Errors as HTTP, in OpenAI's shape: the body is `{"error": {"message", "type", "param", "code"}}`.
 
-The status and the code come from the error's `Cause`, never from its words: a peer's text decides nothing. Only
-statuses that gateways hand on unchanged are used: they turn 409, 429 and 504 into 500, and drop Retry-After.
+The status and the code come from the error's `Cause`, never from its text, which may be a peer's. Only
+statuses that gateways pass on unchanged are used: they turn 409, 429 and 504 into 500, and drop Retry-After.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ RETRY_AFTER_S = 1
 STATUSES: Mapping[Cause, int] = {
     Cause.BAD_REQUEST: 400,
     Cause.INTERNAL: 500,
-    # The other side is at fault: the same request may do elsewhere.
+    # The other side is at fault: the same request may succeed elsewhere.
     Cause.CANCELLED: 502,
     Cause.UNREACHABLE: 502,
     Cause.PEER_LOST: 502,
     Cause.PEER_FAILED: 502,
     Cause.REFUSED: 502,
     Cause.TRANSFER: 502,
-    # Not now: the same request may do here, a little later.
+    # Not now: the same request may succeed here, a little later.
     Cause.UNMATCHED: 503,
     Cause.TIMED_OUT: 503,
     Cause.FULL: 503,
@@ -44,53 +44,53 @@ _TYPES = {
     503: "unavailable",
 }
 _KEPT = {405: 404, 413: 400}
-"""aiohttp's own refusals, and the status that gateways hand on in their place."""
+"""aiohttp's own refusals, and the status that gateways pass on instead."""
 
 
 def cause_of(error: BaseException) -> Cause:
-    """What happened, for any error that a leg ended with."""
+    """Return the cause of any error that a leg ended with."""
     if isinstance(error, PdplaneError):
         return error.cause
     return Cause.CLOSING if isinstance(error, CancelledError) else Cause.INTERNAL
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status of an error that a leg ended with."""
+    """Return the HTTP status of an error that a leg ended with."""
     return STATUSES[cause_of(error)]
 
 
 def error_body(status: int, message: str, code: str | None = None, field: str | None = None) -> dict[str, Any]:
-    """The JSON of an error; `code` names what happened, where a `Cause` does, and `field` what was wrong."""
+    """Return the JSON of an error; `code` names what happened, where a `Cause` does, and `field` what was wrong."""
     kind = _TYPES.get(status, "internal_error")
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
 def body_of(error: BaseException) -> dict[str, Any]:
-    """The JSON of an error that a leg ended with."""
+    """Return the JSON of an error that a leg ended with."""
     field = error.field if isinstance(error, BadField) else None
     return error_body(status_of(error), str(error) or type(error).__name__, cause_of(error).value, field)
 
 
 def refuse(status: int, message: str, code: str | None = None) -> web.Response:
-    """An error answer."""
+    """Return an error answer."""
     return _answer(_KEPT.get(status, status), error_body(status, message, code))
 
 
 def answer_error(error: BaseException) -> web.Response:
-    """The answer to a request that failed before its first byte."""
+    """Return the answer to a request that failed before its first byte."""
     return _answer(status_of(error), body_of(error))
 
 
 def _answer(status: int, body: dict[str, Any]) -> web.Response:
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
     answer = web.json_response(body, status=status, headers=headers)
-    answer.enable_chunked_encoding()  # gateways make a longer body of it and keep a length that we named
+    answer.enable_chunked_encoding()  # gateways lengthen the body and would keep a length that we set
     return answer
 
 
 @web.middleware
 async def json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Gives aiohttp's own refusals (unknown path, wrong method, body too long) the same body as ours."""
+    """Give aiohttp's own refusals (unknown path, wrong method, body too long) the same body as ours."""
     try:
         return await handler(request)
     except web.HTTPException as error:

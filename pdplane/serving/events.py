@@ -10,7 +10,7 @@ from typing import Any, Self
 from aiohttp import web
 
 STALLED_S = 60.0
-"""A client that takes nothing for so long is taken for gone."""
+"""A client that takes nothing for so long counts as gone."""
 
 
 class Events:
@@ -28,7 +28,7 @@ class Events:
         return cls(response)
 
     async def send(self, value: Mapping[str, Any]) -> None:
-        """One event. Raises CancelledError when the client takes it no more, as aiohttp does for one that left."""
+        """Send one event. Raises CancelledError when the client takes no more, as aiohttp does for one that left."""
         await self._write(json.dumps(value))
 
     async def close(self, *, done: bool) -> web.StreamResponse:

@@ -27,7 +27,7 @@ Begin: TypeAlias = Callable[[Asked, AskedAnswer, Callable[[Token], None]], Handl
 async def read(dialect: Dialect, request: web.Request, served: Served) -> Asked:
     """Read, check and tokenise a body. Raises ConfigError."""
     data = await request.read()
-    # Large bodies and long texts take a while, and this thread serves everybody.
+    # Large bodies and long texts take a while, and this thread serves every request.
     return await asyncio.get_running_loop().run_in_executor(None, dialect.read, data, served)
 
 
@@ -46,7 +46,7 @@ class Exchange:
         self._handles: list[Handle] = []
 
     def begin(self, begin: Begin) -> None:
-        """Begin every leg; raises what the node raises, with none of them left running."""
+        """Begin every leg. Raises what the node raises, with none of them left running."""
         try:
             for index, answer in enumerate(self.asked.answers):
                 handle = begin(self.asked, answer, partial(self._relay.put, index))
@@ -63,7 +63,7 @@ class Exchange:
 
     @property
     def is_over(self) -> bool:
-        """Every answer has ended, or the request failed."""
+        """Whether every answer has ended, or the request failed."""
         return self.error is not None or all(answer.ending is not None for answer in self.answers)
 
     async def advance(self) -> Sequence[Piece]:
@@ -101,7 +101,7 @@ class Exchange:
 
 
 def _told(result: Finished | FirstToken, prompt_tokens: int) -> tuple[tuple[Token, ...], Finished]:
-    """What a leg's end tells; prefill's is its one token."""
+    """Return a leg's last tokens and how it finished; prefill's result is its one token."""
     if isinstance(result, FirstToken):
         token = Token(result.token, result.logprob, result.top)
         return (token,), Finished("length", prompt_tokens, 1, timings=result.timings)
@@ -116,7 +116,7 @@ class _Pace:
         self._last: float | None = None
 
     def observe(self, count: int, began: float) -> None:
-        """So many tokens have come now."""
+        """Record that `count` tokens came now."""
         if not count:
             return
         now = time.monotonic()

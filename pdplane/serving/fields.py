@@ -1,6 +1,6 @@
-"""The fields of a request's JSON, read one by one and checked: what nobody has read is refused at the end.
+"""The fields of a request's JSON, read one by one and checked; fields that were not read are refused at the end.
 
-So nothing that a client says is dropped unseen. `null` is the same as no field.
+So nothing that a client sends is dropped silently. `null` is the same as no field.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 @attrs.frozen(eq=False)
 class BadField(ConfigError):
-    """A field of a request that is wrong or cannot be had; the reason names it and is the text."""
+    """A field of a request that is wrong or not supported; the reason names it and is the text."""
 
     field: str
 
@@ -32,7 +32,7 @@ class BadField(ConfigError):
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """The body as an object. Raises BadField for anything else, and for texts that are no Unicode."""
+    """Return the body as an object. Raises BadField for anything else, and for texts that are no Unicode."""
     try:
         body = json.loads(data)
         if _HALF_A_PAIR.search(data):
@@ -60,33 +60,33 @@ class Fields:
         return name in self._left
 
     def name(self, field: str) -> str:
-        """The field as an error names it."""
+        """Return the field as an error names it."""
         return f"{self._path}{field[:80]}"
 
     def refuse(self, field: str, reason: str) -> BadField:
-        """The error that says what is wrong with a field."""
+        """Return the error that says what is wrong with a field."""
         return BadField(f"{self.name(field)} {reason}", self.name(field))
 
     def take(self, field: str) -> Any:  # noqa: ANN401  (JSON is what it is)
-        """Whatever stands there, unchecked."""
+        """Return the field's value unchecked."""
         return self._left.pop(field, None)
 
     def flag(self, field: str, *, default: bool = False) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self.take(field)
         if value is not None and not isinstance(value, bool):
             raise self.refuse(field, f"{short(value)} is not true or false")
         return default if value is None else bool(value)
 
     def whole(self, field: str, low: int, high: int) -> int | None:
-        """A whole number within bounds."""
+        """Return a whole number within bounds."""
         value = self.take(field)
         if value is not None and (type(value) is not int or not low <= value <= high):
             raise self.refuse(field, f"{short(value)} is not a whole number from {low} to {high}")
         return None if value is None else int(value)
 
     def number(self, field: str, low: float = -math.inf, high: float = math.inf) -> float | None:
-        """A finite number within bounds."""
+        """Return a finite number within bounds."""
         value = self.take(field)
         if value is None:
             return None
@@ -97,14 +97,14 @@ class Fields:
         return float(value)
 
     def text(self, field: str, longest: int = MAX_TEXT) -> str | None:
-        """A text of at most so many characters."""
+        """Return a text of at most so many characters."""
         value = self.take(field)
         if value is not None and (not isinstance(value, str) or len(value) > longest):
             raise self.refuse(field, f"is not a text of at most {longest} characters")
         return None if value is None else str(value)
 
     def texts(self, field: str, most: int) -> tuple[str, ...]:
-        """One text or a list of texts, none of them empty."""
+        """Return one text or a list of texts, none of them empty."""
         value = self.take(field)
         if value is None:
             return ()
@@ -118,7 +118,7 @@ class Fields:
         return tuple(found)
 
     def ids(self, field: str) -> tuple[int, ...] | None:
-        """A list of token ids."""
+        """Return a list of token ids."""
         value = self.take(field)
         if value is None:
             return None
@@ -127,7 +127,7 @@ class Fields:
         return tuple(value)
 
     def mapping(self, field: str) -> Mapping[str, Any] | None:
-        """An object, not nested without end."""
+        """Return an object of bounded depth."""
         value = self.take(field)
         if value is not None and not isinstance(value, dict):
             raise self.refuse(field, "is not an object")
@@ -135,7 +135,7 @@ class Fields:
         return value
 
     def list(self, field: str) -> Sequence[Any] | None:
-        """A list, not nested without end."""
+        """Return a list of bounded depth."""
         value = self.take(field)
         if value is not None and not isinstance(value, list):
             raise self.refuse(field, "is not a list")
@@ -143,13 +143,13 @@ class Fields:
         return value
 
     def only(self, field: str, *allowed: object) -> None:
-        """A field that changes nothing with these values, and that cannot be had with any other."""
+        """Take a field that changes nothing with these values; refuse any other value."""
         value = self.take(field)
         if value is not None and not any(type(value) is type(good) and value == good for good in allowed):
             raise self.refuse(field, f"{short(value)} is not supported")
 
     def ignore(self, *fields: str) -> None:
-        """Fields that cannot change an answer."""
+        """Take fields that cannot change an answer."""
         for field in fields:
             self.take(field)
 
@@ -159,7 +159,7 @@ class Fields:
             raise self.refuse(field, "is not supported")
 
     def check_depth(self, field: str, value: object) -> None:
-        """Refuse what is nested too deep for a template to be walked through."""
+        """Refuse a value that is nested too deep for a template."""
         layer = [value]
         for _depth in range(_MAX_DEPTH):
             layer = [inner for item in layer for inner in _inside(item)]
@@ -169,12 +169,12 @@ class Fields:
 
 
 def is_ids(value: object) -> bool:
-    """Whether this is a list of whole numbers that can be token ids."""
+    """Return whether this is a list of whole numbers that can be token ids."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in value)
 
 
 def short(value: object) -> str:
-    """A value as an error shows it."""
+    """Return a value as an error shows it."""
     return json.dumps(value)[:60]
 
 

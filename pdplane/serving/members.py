@@ -1,7 +1,7 @@
-"""The daemons that `pdplane serve` sends requests to: which of them answer, how busy they are, whose turn it is.
+"""The daemons that `pdplane serve` sends requests to: which of them answer, how busy they are, which is next.
 
 Everything here runs on the HTTP thread. A member leaves selection when it cannot be reached, says that it takes no
-requests, or is silent for `SILENCE_CHECKS` checks; requests that it still holds end then. It comes back by itself.
+requests, or is silent for `SILENCE_CHECKS` checks; requests that it still has end then. It comes back by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_ASKED = "it was not asked yet"
 
 @attrs.define(eq=False)
 class Member:
-    """One daemon. `reason` says why it takes no requests now, None when it does."""
+    """One daemon. `reason` is why it takes no requests now, None when it does."""
 
     role: Role
     url: str
@@ -41,11 +41,11 @@ class Member:
     info: dict[str, Any] = attrs.field(factory=dict)
     missed: int = 0
     lost: asyncio.Event = attrs.field(factory=asyncio.Event)
-    """Set while the daemon is silent: what it was asked for will not come."""
+    """Set while the daemon is silent, so that answers from it are not awaited."""
 
     @property
     def bootstrap(self) -> Endpoint:
-        """Where a prefill daemon's rendezvous listens, as it says itself."""
+        """Where a prefill daemon's rendezvous listens, as its info has it."""
         host, port = self.info.get("bootstrap_host"), self.info.get("bootstrap_port")
         return Endpoint(str(host or URL(self.url).host), int(port or _BOOTSTRAP_PORT))
 
@@ -76,17 +76,17 @@ class Members:
         return iter(self._members)
 
     def moved(self, member: Member, url: str) -> None:
-        """A restarted daemon listens elsewhere; it is asked at once."""
+        """Take a restarted daemon's new address; it is out of selection until it was checked."""
         member.url, member.missed = url, 0
         member.leave(_NOT_ASKED)
 
     def choose(self, role: Role, but: frozenset[str] = frozenset()) -> Member | None:
-        """The member of a role with the fewest requests, the least used of equals; None when nobody takes requests."""
+        """Return the member of a role with the fewest requests, the least used of equals; None when none takes any."""
         found = [one for one in self._members if one.role == role and one.reason is None and one.url not in but]
         return min(found, key=lambda member: (member.in_flight, member.served), default=None)
 
     def complaint(self) -> str | None:
-        """Why no request can be served, naming every daemon of the role that is missing; None when one can."""
+        """Return why no request can be served, naming every daemon of the role that is missing; None when one can."""
         for role in ROLES:
             if self.choose(role) is None:
                 reasons = [f"{one.url}: {one.reason}" for one in self._members if one.role == role]

@@ -31,7 +31,7 @@ _TIMINGS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "transfer_mb": ("kv_transfer_total_mb", "KV received for a request, in 10**6 bytes.", _MEGABYTES),
     "transfer_gb_s": ("kv_transfer_speed_gb_s", "KV moved per second since the first push, in 10**9 bytes.", _RATES),
 }
-_SAME_TIMING: Mapping[str, str] = {"transfer_wait_ms": "transfer_ms"}  # decode's word for it
+_SAME_TIMING: Mapping[str, str] = {"transfer_wait_ms": "transfer_ms"}  # decode's name for it
 # By role: metric, text, and the counts of the node's statistics that it sums up (a missing one is 0).
 _QUEUES: Mapping[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     "prefill": (
@@ -81,7 +81,7 @@ class Metrics:
         self._timings = {name: self._histogram(*row) for name, row in _TIMINGS.items()}
 
     def finished(self, finished: Finished) -> None:
-        """Count what a finished request tells of itself."""
+        """Count the times and sizes of a finished request."""
         for name, value in finished.timings.items():
             histogram = self._timings.get(_SAME_TIMING.get(name, name))
             if histogram is not None:
@@ -97,7 +97,7 @@ class Metrics:
         return self._counts.waiting()
 
     def text(self) -> bytes:
-        """The exposition text."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
@@ -130,7 +130,7 @@ class _NodeCounts(Collector):
         try:
             counts = dict(flatten(self._node.statistics()))
         except PdplaneError:
-            return  # not started, or not answering: /livez says which
+            return  # not started, or not answering: /livez shows which
         for path, value in counts.items():
             everything.add_metric([path], value)
         yield everything
@@ -142,7 +142,7 @@ class _NodeCounts(Collector):
 
 
 def flatten(counts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers of nested dictionaries by dotted path; texts are left out."""
+    """Yield numbers of nested dictionaries by dotted path; texts are left out."""
     for name, value in counts.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping):

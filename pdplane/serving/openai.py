@@ -1,6 +1,6 @@
 """What OpenAI's two dialects share: their settings, the frame around choices, usage; and completions.
 
-Where mlx_lm.server's habits and OpenAI's differ, OpenAI's count.
+Where mlx_lm.server and OpenAI differ, this follows OpenAI.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "prompt_logprobs": (False, 0), "return_token_ids": (False,), "use_beam_search": (False,),
     "length_penalty": (1, 1.0), "functions": ([],), "function_call": ("none",),
 }  # fmt: skip
-"""Fields that are accepted only with the value that they have when nobody asks for anything."""
+"""Fields that are accepted only with their default value."""
 
 
 def read_settings(
@@ -50,7 +50,7 @@ def read_settings(
     top_logprobs: int | None,
     tools: tuple[Mapping[str, Any], ...] | None = None,
 ) -> Asked:
-    """The rest of a body whose prompts were read. Raises BadField for every field that is left."""
+    """Return the rest of a body whose prompts were read. Raises BadField for every field that is left."""
     n = body.whole("n", 1, MAX_ANSWERS) or 1
     best_of = body.whole("best_of", 1, MAX_ANSWERS) or n
     if best_of != n:
@@ -106,20 +106,20 @@ class Envelope:
         self._created = int(time.time())
 
     def around(self, kind: str, choices: Sequence[Event], **more: object) -> Event:
-        """One object with these choices."""
+        """Return one object with these choices."""
         head = {"id": self.asked.request_id, "object": kind, "created": self._created, "model": self.served.name}
         return {**head, "choices": list(choices), **more}
 
     def chunk(self, kind: str, choice: Event) -> Event:
-        """One event of a stream; as OpenAI does, it says that it has no usage when the last one will have it."""
+        """Return one event of a stream; its usage is null, as at OpenAI, when the last event will have it."""
         return self.around(kind, [choice], **({"usage": None} if self.asked.include_usage else {}))
 
     def last(self, kind: str) -> Sequence[Event]:
-        """The event that tells the usage, when it was asked for."""
+        """Return the event with the usage, when it was asked for."""
         return [self.around(kind, [], usage=self.usage())] if self.asked.include_usage else ()
 
     def usage(self) -> Event:
-        """Tokens of all answers; each prompt counts once."""
+        """Count the tokens of all answers; each prompt counts once."""
         prompt, answered = self.asked.prompt_tokens, sum(len(answer.tokens) for answer in self.answers)
         cached = sum(answer.cached_tokens for answer in self.answers[:: self.asked.n])
         return {
@@ -130,12 +130,12 @@ class Envelope:
         }
 
     def spell(self, token: int) -> str:
-        """A token's text; U+FFFD for parts of a character."""
+        """Return a token's text; U+FFFD for parts of a character."""
         return self.served.tokenizer.spell(token).decode(errors="replace")
 
 
 def told(logprob: float) -> float | None:
-    """A logprob as JSON can hold it; None when it is unknown."""
+    """Return a logprob in a form that JSON can hold; None when it is unknown."""
     if math.isnan(logprob):
         return None
     return logprob if math.isfinite(logprob) else UNLIKELY
@@ -148,12 +148,12 @@ class OpenaiCompletions:
     marks = False
 
     def read(self, data: bytes, served: Served) -> Asked:
-        """A body as a checked value. Raises ConfigError that names the field."""
+        """Return a body as a checked value. Raises ConfigError that names the field."""
         body = Fields(parse(data))
         return read_settings(body, served, _prompts(body, served), name="cmpl", top_logprobs=_completion_logprobs(body))
 
     def writer(self, asked: Asked, served: Served, answers: Sequence[TextAnswer]) -> CompletionsWriter:
-        """Writes the answers to this request."""
+        """Return the writer of this request's answers."""
         return CompletionsWriter(Envelope(asked, served, answers))
 
 
@@ -179,13 +179,13 @@ def _prompt(body: Fields, index: int, prompt: object, served: Served) -> Prompt:
 
 
 def _completion_logprobs(body: Fields) -> int | None:
-    """How many likeliest tokens are told beside each one; None for no logprobs at all."""
+    """Return how many likeliest tokens each one comes with; None for no logprobs at all."""
     given, more = body.take("logprobs"), body.whole("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if given is None or given is False:
         if more:
             raise body.refuse("top_logprobs", "needs logprobs")
         return None
-    if given is True:  # mlx_lm.server's way
+    if given is True:  # as mlx_lm.server takes it
         return more or 0
     if type(given) is not int or not 0 <= given <= MAX_TOP_LOGPROBS:
         raise body.refuse("logprobs", f"{short(given)} is not a whole number from 0 to {MAX_TOP_LOGPROBS}")
@@ -200,10 +200,10 @@ class CompletionsWriter:
         self._told = [0] * len(envelope.answers)  # characters of each answer in earlier events
 
     def keep(self, piece: Piece) -> None:
-        """The answers have it."""
+        """Do nothing: the answers hold it."""
 
     def events(self, piece: Piece) -> Sequence[Event]:
-        """The new text, unless there is nothing to tell."""
+        """Return the new text, or nothing without any."""
         if not piece.text and piece.ending is None and not (self._envelope.asked.logprobs and piece.tokens):
             return ()
         offset = self._told[piece.index]
@@ -211,11 +211,11 @@ class CompletionsWriter:
         return [self._envelope.chunk("text_completion", self._choice(piece, offset))]
 
     def last(self) -> Sequence[Event]:
-        """The usage, when it was asked for."""
+        """Return the usage, when it was asked for."""
         return self._envelope.last("text_completion")
 
     def whole(self) -> Any:  # noqa: ANN401  (JSON is what it is)
-        """All choices and the usage."""
+        """Return all choices and the usage."""
         pieces = [Piece(found.index, found.text, tuple(found.tokens), found.ending) for found in self._envelope.answers]
         choices = [self._choice(piece, 0) for piece in pieces]
         return self._envelope.around("text_completion", choices, usage=self._envelope.usage())

@@ -25,7 +25,7 @@ class OpenaiChat:
     marks = True
 
     def read(self, data: bytes, served: Served) -> Asked:
-        """A body as a checked value. Raises ConfigError that names the field."""
+        """Return a body as a checked value. Raises ConfigError that names the field."""
         body = Fields(parse(data))
         conversation = read_conversation(body, served)
         logprobs, top = body.flag("logprobs"), body.whole("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
@@ -41,7 +41,7 @@ class OpenaiChat:
         )
 
     def writer(self, asked: Asked, served: Served, answers: Sequence[TextAnswer]) -> ChatWriter:
-        """Writes the answers to this request."""
+        """Return the writer of this request's answers."""
         return ChatWriter(Envelope(asked, served, answers))
 
 
@@ -70,7 +70,7 @@ class ChatWriter:
         message.calls = len(message.said.calls)
 
     def events(self, piece: Piece) -> Sequence[Event]:
-        """The delta, and at the end of an answer the reason."""
+        """Return the delta, and at the end of an answer the reason."""
         message, said = self._messages[piece.index], self._take(piece)
         delta, logprobs = _written(said, first_call=message.calls), self._logprobs(piece.tokens)
         message.calls += len(said.calls)
@@ -89,11 +89,11 @@ class ChatWriter:
         return said if piece.ending is None else join_said([said, speech.finish()])
 
     def last(self) -> Sequence[Event]:
-        """The usage, when it was asked for."""
+        """Return the usage, when it was asked for."""
         return self._envelope.last(_CHUNK)
 
     def whole(self) -> Any:  # noqa: ANN401  (JSON is what it is)
-        """All choices and the usage."""
+        """Return all choices and the usage."""
         choices = [self._choice(*pair) for pair in zip(self._envelope.answers, self._messages, strict=True)]
         return self._envelope.around("chat.completion", choices, usage=self._envelope.usage())
 
@@ -129,7 +129,7 @@ class ChatWriter:
 
 
 def _written(said: Said, first_call: int | None = None) -> dict[str, Any]:
-    """What a message or a delta says; the calls of a delta count on from `first_call`."""
+    """Return the JSON of a message or a delta; the calls of a delta are numbered from `first_call`."""
     written: dict[str, Any] = {}
     if said.content:
         written["content"] = said.content

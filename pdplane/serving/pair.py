@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY = 64 << 20
 OTHER_HALF_S = 0.5
-"""How long a failure waits for the other half's reason, which may be the better one."""
+"""How long a failure waits for the other half's reason, which may say more."""
 _CONNECT_S = 5.0
 _FORWARDED = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/generate")
 _OPEN_PATHS = frozenset({"/", "/health", "/favicon.ico"})
@@ -47,7 +47,7 @@ _PREFLIGHT = {
 class PairOptions:
     """How `serve` answers. `defaults` are put into OpenAI bodies that do not name these fields themselves.
 
-    A stream that has nothing to say yet sends a comment every `keepalive_s`, so that proxies and clients keep it open.
+    A stream without news sends a comment every `keepalive_s`, so that proxies and clients keep it open.
     """
 
     api_key: str | None = None
@@ -71,7 +71,7 @@ class Refusal(Exception):
 
 
 def pair_app(members: Members, options: PairOptions, session: Callable[[], aiohttp.ClientSession]) -> web.Application:
-    """The application; `session` gives the client session of the loop that serves it."""
+    """Return the application; `session` returns the client session of the loop that serves it."""
     routes = _PairRoutes(members, options, session)
     app = web.Application(client_max_size=MAX_BODY, middlewares=[routes.guarded])
     app.on_response_prepare.append(routes.add_headers)
@@ -92,7 +92,7 @@ class _PairRoutes:
         self._running = 0
 
     async def checking(self, _app: web.Application) -> AsyncIterator[None]:
-        """Checks the members while the application runs."""
+        """Check the members while the application runs."""
         task = asyncio.create_task(self._members.keep_checking(self._session()), name="pdplane-serve-checks")
         yield
         task.cancel()
@@ -102,7 +102,7 @@ class _PairRoutes:
 
     @property
     def guarded(self) -> Middleware:
-        """What every request passes through: its id, the key, errors as JSON."""
+        """Handle every request: its id, the key, errors as JSON."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -129,7 +129,7 @@ class _PairRoutes:
             raise Refusal.of(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Every response names its request, and the page that may read it."""
+        """Add the request's id to every response, and the origin of a page that may read it."""
         response.headers[_REQUEST_ID] = request.get(_ID, "")
         origin, allowed = request.headers.get("Origin"), self._options.allowed_origins
         if origin is None or not ("*" in allowed or origin in allowed):
@@ -141,7 +141,7 @@ class _PairRoutes:
     # ---- what the daemons are
 
     async def page(self, _request: web.Request) -> web.Response:
-        """One static page: a chat, and what the daemons are doing."""
+        """Return one static page: a chat, and what the daemons are doing."""
         text = resources.files("pdplane.serving").joinpath("page.html").read_text("utf-8")
         return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": _PAGE_POLICY})
 
@@ -161,7 +161,7 @@ class _PairRoutes:
             raise Refusal.of(502, f"decode at {member.url}: {error or type(error).__name__}") from error
 
     async def status(self, _request: web.Request) -> web.Response:
-        """Every daemon with its counts, for the page and for `pdplane top`."""
+        """Return every daemon with its counts, for the page and for `pdplane top`."""
         daemons = await asyncio.gather(*(self._described(member) for member in self._members))
         return web.json_response({"running": self._running, "daemons": daemons})
 
@@ -180,7 +180,7 @@ class _PairRoutes:
     # ---- one request
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
-        """Send a request to a pair; a daemon that cannot even be reached has the request tried with another one."""
+        """Send a request to a pair, and to another one when a daemon of it cannot be reached."""
         body = self._read(await request.read(), request.path)
         if self._running >= self._options.max_requests:
             raise Refusal.of(429, f"{self._running} requests are running already", again=True)
@@ -219,7 +219,7 @@ class _PairRoutes:
         return body if path == "/generate" else self._with_defaults(body)
 
     def _with_defaults(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """An OpenAI body with the server's defaults where it is silent."""
+        """Return an OpenAI body with the server's defaults for what it leaves out."""
         defaults = dict(self._options.defaults)
         if body.get("max_completion_tokens") is not None:
             defaults.pop("max_tokens", None)
@@ -270,7 +270,7 @@ class _Exchange:
     responses: list[aiohttp.ClientResponse] = attrs.Factory(list)
 
     async def run(self) -> web.StreamResponse:
-        """The answer to the client. Raises Unreachable or Refusal, and then nothing was sent."""
+        """Answer the client. Raises Unreachable or Refusal, and then nothing was sent."""
         rendezvous = self.pair.prefill.bootstrap
         asked = {
             **self.body,
@@ -316,7 +316,7 @@ class _Exchange:
         decode: asyncio.Task[aiohttp.ClientResponse],
         lost: list[asyncio.Task[Any]],
     ) -> aiohttp.ClientResponse:
-        """Decode's response once its head is there; raises the reason of a half that failed before."""
+        """Return decode's response once its head is there. Raises the reason of a half that failed before."""
         waiting: set[asyncio.Task[Any]] = {prefill, decode, *lost}
         streams = bool(self.body.get("stream"))
         while True:
@@ -389,7 +389,7 @@ class _Exchange:
         return self.out
 
     async def _prefill(self, asked: Mapping[str, Any]) -> None:
-        """Prefill's half. Its answer says only whether it failed."""
+        """Run prefill's half, of whose answer only a failure matters."""
         response = await self._post(self.pair.prefill, asked)
         async with response:
             if response.status != 200:
@@ -412,7 +412,7 @@ class _Exchange:
 
 
 async def _refusal_in(response: aiohttp.ClientResponse, role: Role) -> Refusal:
-    """A daemon's error as it is, or a word about an answer that is none."""
+    """Return a daemon's error as it is, or one that describes an answer without any."""
     again = "Retry-After" in response.headers
     try:
         body = json.loads(await response.read())

@@ -15,11 +15,11 @@ from pdplane.serving.exchange import Exchange
 from pdplane.serving.routes import Half, app_of
 
 _EARLY_REFUSAL_S = 0.05
-"""How long a stream's headers wait for a refusal (a live room, no blocks): it still gets its real status."""
+"""How long a stream's headers wait for a refusal (a live room, no blocks), so that it gets its real status."""
 
 
 def prefill_app(node: PrefillNode, *, defaults: Defaults | None = None) -> web.Application:
-    """The application; serve it on the process's HttpThread."""
+    """Return the application, for the process's HttpThread."""
     return app_of(Half(node, "prefill", partial(_begin, node), _refusal, defaults or Defaults()))
 
 
@@ -28,7 +28,7 @@ def _begin(node: PrefillNode, _asked: Asked, answer: AskedAnswer, _on_token: Cal
 
 
 async def _refusal(exchange: Exchange) -> Sequence[Piece]:
-    """The gateway waits for the headers, so they do not wait for the room; only for a refusal."""
+    """Wait a moment for a refusal before the headers, but not for the room, since gateways wait for the headers."""
     try:
         async with asyncio.timeout(_EARLY_REFUSAL_S):
             return await exchange.advance()

@@ -1,4 +1,4 @@
-"""The HTTP of a daemon: every dialect, answered by its half of each leg, and what it tells of itself."""
+"""The HTTP of a daemon: every dialect, answered by its half of each request, and the routes about the daemon."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MAX_BODY = 64 << 20
 DIALECTS: tuple[Dialect, ...] = (Sglang(), OpenaiChat(), OpenaiCompletions())
 
 Opening: TypeAlias = Callable[[Exchange], Awaitable[Sequence[Piece]]]
-"""What a stream's headers wait for; gives the pieces that came meanwhile."""
+"""What a stream's headers wait for; returns the pieces that came meanwhile."""
 
 
 @attrs.frozen
 class Half:
-    """What the two daemons do each in its own way."""
+    """What differs between the two daemons."""
 
     node: Node
     role: Role
@@ -41,11 +41,11 @@ class Half:
     opening: Opening
     defaults: Defaults
     bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
-    """Of a rendezvous whose port a request leaves open."""
+    """Port of a rendezvous for which a request names none."""
 
 
 def app_of(half: Half) -> web.Application:
-    """The application; serve it on the process's HttpThread."""
+    """Return the application, for the process's HttpThread."""
     app = web.Application(client_max_size=MAX_BODY, middlewares=[json_errors])
     metrics = Metrics(half.node, half.role)
     AboutRoutes(half.node, half.role, metrics).add_to(app)

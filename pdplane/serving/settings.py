@@ -1,4 +1,4 @@
-"""What every dialect calls by the same names: sampling, stops, and the rooms that gateways fill in."""
+"""Fields with the same names in every dialect: sampling, stops, and the rooms that gateways fill in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 
 
 def read_sampling(fields: Fields, served: Served, *, seed: str = "seed", top_logprobs: int = 0) -> Sampling:
-    """How tokens are chosen; the daemon's defaults where the request is silent. Raises BadField."""
+    """Return how tokens are chosen; the daemon's defaults for what the request leaves out. Raises BadField."""
     given: dict[str, Any] = {
         "temperature": fields.number("temperature", 0),
         "top_p": _top_p(fields),
@@ -55,9 +55,9 @@ def read_stops(fields: Fields) -> tuple[tuple[str, ...], frozenset[int], bool]:
 
 
 def read_meetings(fields: Fields, served: Served) -> tuple[Meeting, ...]:
-    """The rooms, and where their prefill is found: single values, or lists of one length.
+    """Return the rooms, and where their prefill is found: single values, or lists of one length.
 
-    Raises BadField; without any it says that one daemon is only half of a pair.
+    Raises BadField; without any rooms its text explains that one daemon is only half of a pair.
     """
     rooms, hosts, ports = (fields.take(f"bootstrap_{name}") for name in ("room", "host", "port"))
     if rooms is None:

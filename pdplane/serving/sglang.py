@@ -31,7 +31,7 @@ class Sglang:
     marks = False
 
     def read(self, data: bytes, served: Served) -> Asked:
-        """A body as a checked value. Raises ConfigError that names the field."""
+        """Return a body as a checked value. Raises ConfigError that names the field."""
         body = Fields(parse(data))
         settings = Fields(body.mapping("sampling_params") or {}, "sampling_params.")
         logprobs = body.flag("return_logprob")
@@ -59,7 +59,7 @@ class Sglang:
         return asked
 
     def writer(self, asked: Asked, served: Served, answers: Sequence[TextAnswer]) -> SglangWriter:
-        """Writes the answers to this request."""
+        """Return the writer of this request's answers."""
         return SglangWriter(asked, served, answers)
 
 
@@ -70,18 +70,18 @@ class SglangWriter:
         self._asked, self._served, self._answers = asked, served, answers
 
     def keep(self, piece: Piece) -> None:
-        """The answers have it."""
+        """Do nothing: the answers hold it."""
 
     def events(self, piece: Piece) -> Sequence[Event]:
-        """The whole answer so far."""
+        """Return the whole answer so far."""
         return [self._body(self._answers[piece.index])]
 
     def last(self) -> Sequence[Event]:
-        """Nothing."""
+        """Return no events: nothing comes after the answers."""
         return ()
 
     def whole(self) -> Any:  # noqa: ANN401  (JSON is what it is)
-        """An object, or a list of them when there are several answers."""
+        """Return an object, or a list of them when there are several answers."""
         bodies = [self._body(answer) for answer in self._answers]
         return bodies[0] if len(bodies) == 1 else bodies
 
