@@ -27,7 +27,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=900 $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow or hypothesis" --hypothesis-profile full -o faulthandler_timeout=900 $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.ids import FieldId, GroupId
@@ -43,7 +43,6 @@ def _pages(layout: Layout, fields: tuple[FieldId, ...]) -> dict[tuple[str, int],
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_a_page_is_told_once_with_its_last_byte(layout: Layout, data: st.DataObject) -> None:
     _, fields = _group(layout)
     pages = _pages(layout, fields)

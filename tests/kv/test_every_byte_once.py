@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.ids import GroupId
@@ -101,7 +101,6 @@ def _window(layout: Layout, manifest: Manifest) -> npt.NDArray[np.bool_]:
 @pytest.mark.parametrize("decode_tp", SIZES)
 @pytest.mark.parametrize("prefill_tp", SIZES)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_byte_once(prefill_tp: int, decode_tp: int, data: st.DataObject) -> None:
     cache = data.draw(caches())
     prefill = cache.layout(prefill_tp, packing=data.draw(st.integers(1, 3)), num_lcm_blocks=6)
@@ -111,7 +110,6 @@ def test_every_byte_once(prefill_tp: int, decode_tp: int, data: st.DataObject) -
 
 
 @given(cache=caches(), prefill_tp=st.sampled_from(SIZES), decode_tp=st.sampled_from(SIZES))
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_each_prefill_rank_serves_somebody_or_is_a_dummy(cache: Cache, prefill_tp: int, decode_tp: int) -> None:
     prefill, decode = cache.layout(prefill_tp), cache.layout(decode_tp)
     dummies = dummy_ranks(prefill, decode, prefill_tp, decode_tp)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.api import GREEDY, Sampling
@@ -154,7 +154,6 @@ _FIELDS = [
 _SAMPLING = ["max_new_tokens", "temperature", "stop", "stop_token_ids", "ignore_eos", "n", "top_p", "top_k", "other"]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(_FIELDS), _JSON), st.dictionaries(st.sampled_from(_SAMPLING), _JSON))
 def test_any_fields_give_a_request_or_a_config_error(fields: dict[str, Any], sampling: dict[str, Any]) -> None:
     for body in (fields, generate(sampling_params=sampling), generate() | fields, bodies.chat() | fields):

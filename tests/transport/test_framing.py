@@ -8,7 +8,7 @@ import itertools
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.errors import WireError
@@ -144,7 +144,6 @@ def test_a_pull_names_its_sources_inside_the_senders_arena() -> None:
             decode_sources(PULL, tables, nbytes)
 
 
-@settings(deadline=None)
 @given(st.lists(U64_NUMBER, min_size=2, max_size=2), st.integers(0, 2**64 - 1))
 def test_no_source_leaves_the_senders_arena(sources: list[int], nbytes: int) -> None:
     inside = all(start + length <= nbytes for start, length in zip(sources, (10, 20), strict=True))

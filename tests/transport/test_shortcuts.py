@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.errors import WireError
@@ -263,13 +263,11 @@ def read(data: bytes) -> tuple[GreetingKind, tuple[str, ...]]:
     return kind, decode_body(kind, data[8:])
 
 
-@settings(deadline=None)
 @given(st.builds(Attach, *[st.integers(0, 2**64 - 1)], st.sampled_from(["unix", "pull"]), st.integers(0, 2**64 - 1)))
 def test_attach_reads_back(wish: Attach) -> None:
     assert decode_attach(*read(wish.encode())) == wish
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(max_size=30), min_size=6, max_size=6), st.integers(0, 5))
 def test_any_other_texts_of_an_attach_are_refused(texts: list[str], at: int) -> None:
     good = ["5", "pull", "1", "0" * 64, "1", "1"]

@@ -38,10 +38,10 @@ def _almost_a_hello(body: bytes) -> bytes:
     return b"PDPG\x01\x01" + body + bytes(2060)
 
 
+@pytest.mark.hypothesis
 def test_garbage_instead_of_a_greeting(tcp: Ends) -> None:
     decode = tcp.decode(64, options=TransportOptions(greeting_timeout_s=0.5))
 
-    @settings(max_examples=40, deadline=None)
     @given(st.one_of(st.binary(min_size=8), st.binary(max_size=40).map(_almost_a_hello)))
     def send(data: bytes) -> None:
         with stranger(decode) as client:
@@ -51,15 +51,15 @@ def test_garbage_instead_of_a_greeting(tcp: Ends) -> None:
             assert client.is_closed_by_peer()
 
     send()
-    assert decode.receiver.snapshot().refused_greetings >= 40
+    assert decode.receiver.snapshot().refused_greetings >= settings.default.max_examples
     assert serves_on(tcp, decode)
 
 
+@pytest.mark.hypothesis
 def test_garbage_after_the_greeting_touches_nothing(tcp: Ends) -> None:
     decode = tcp.decode(64)
     decode.fence.open(Room(7), Generation(1), u64(0), u64(64), {Rank(0): DECODE_LIFE})
 
-    @settings(max_examples=40, deadline=None)
     @given(st.binary(min_size=HEADER_BYTES, max_size=300), st.booleans())
     def send(data: bytes, framed: bool) -> None:
         with stranger(decode) as client:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from pdplane import wire
 from pdplane.errors import WireError
@@ -43,7 +43,6 @@ def _read_everything(frames: list[bytes]) -> None:
 
 
 @given(broken_messages())
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_bytes(frames: list[bytes]) -> None:
     _read_everything(frames)
 
@@ -51,7 +50,7 @@ def test_any_bytes(frames: list[bytes]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @given(broken_messages())
-@settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20_000)
 def test_any_bytes_for_long(frames: list[bytes]) -> None:
     _read_everything(frames)
 
