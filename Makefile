@@ -2,15 +2,18 @@
 #
 #   make demo [ARGS="--model tiny:gemma3 --json"]    two daemons, one prompt, a table
 #   make serve [ARGS="--model tiny:llama"]           OpenAI's API on port 8080
-#   make test [ARGS="tests/kv -k copies"]            everything but the slow tests
+#   make test [ARGS="tests/kv -k copies"] [JOBS=0]   everything but the slow tests, in so many processes beside each other
 #   make test-slow lint types clean
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter, VENV=folder another place for the environment.
 
 VENV ?= .venv
 ARGS ?=
+JOBS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# A file stays in one process, where its fixtures are; the files come in their order, in which the long ones are first.
+SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo serve test test-slow lint types check mooncake clean
 
@@ -24,10 +27,11 @@ serve: $(INSTALLED)
 	@$(BIN)/pdplane serve --model smollm2 $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m "not slow" $(ARGS)
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow or hypothesis" --hypothesis-profile full -o faulthandler_timeout=900 $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m "slow or hypothesis" --hypothesis-profile full \
+		-o faulthandler_timeout=900 $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

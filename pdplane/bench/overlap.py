@@ -75,8 +75,8 @@ def measure(options: EngineOptions, prompt_tokens: int, rounds: int, rate: float
     with open_daemons(options) as daemons:
         vocab_size = int(daemons.decode.info()["vocab_size"])
         prompts = [random_prompt(prompt_tokens, vocab_size, seed) for seed in range(rounds + 1)]
-        for layerwise in (True, False):  # to touch memory and load code, with no limit yet
-            first = daemons.run(prompts[-1], layerwise=layerwise)
+        # To touch memory and load code, with no limit yet.
+        _, first = [daemons.run(prompts[-1], layerwise=layerwise) for layerwise in (True, False)]
         rate = daemons.bucket.bytes_per_s = rate or first.nbytes / (first.prefill_ms / 1e3)
         for number, prompt in enumerate(prompts[:-1]):
             for layerwise in (False, True) if number % 2 else (True, False):

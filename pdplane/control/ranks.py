@@ -177,7 +177,8 @@ def _message(line: Json) -> Message:
     match line:
         case [str(kind), int(number), str(text)]:
             return kind, number, text
-    raise WireError("rank link", f"no line of ours: {str(line)[:40]!r}")
+        case _:
+            raise WireError("rank link", f"no line of ours: {str(line)[:40]!r}")
 
 
 class RankListener:
@@ -219,9 +220,10 @@ class RankListener:
             match lines.receive(_GREETING_S):
                 case [str(word), int(rank)] if word.isascii() and hmac.compare_digest(word, self.word):
                     return rank
+                case _:
+                    return None
         except (OSError, EOFError, WireError):
-            pass
-        return None
+            return None
 
 
 def connect_rank(address: Endpoint, word: str, rank: int) -> RankLink:

@@ -179,8 +179,9 @@ class DecodeMachine:
                     self._peers.introduce(turn, link)
             case Failed() as failed:
                 self._failed_by_prefill(turn, peer, failed)
-            case other if not peer.note(link, other):
-                self._rejected["notice"] += 1
+            case other:
+                if not peer.note(link, other):
+                    self._rejected["notice"] += 1
 
     @_on.register
     def _(self, event: events.ChannelBroken, turn: DecodeTurn) -> None:

@@ -158,7 +158,7 @@ class _PairRoutes:
             async with self._session().get(f"{member.url}{request.path}", timeout=_asking()) as answer:
                 return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
         except (aiohttp.ClientError, OSError) as error:
-            raise Refusal.of(502, f"decode at {member.url}: {error or type(error).__name__}") from error
+            raise Refusal.of(502, f"decode at {member.url}: {str(error) or type(error).__name__}") from error
 
     async def status(self, _request: web.Request) -> web.Response:
         """Return every daemon with its counts, for the page and for `pdplane top`."""
@@ -358,7 +358,7 @@ class _Exchange:
             if isinstance(error, ConnectionResetError) and self.request.transport is None:
                 raise
             raise Refusal.of(
-                502, f"decode at {self.pair.decode.url} broke off: {error or type(error).__name__}"
+                502, f"decode at {self.pair.decode.url} broke off: {str(error) or type(error).__name__}"
             ) from error
         await out.write_eof()
         return out
@@ -406,7 +406,7 @@ class _Exchange:
         except aiohttp.ClientConnectorError as error:
             raise Unreachable(member, error) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Refusal.of(502, f"{member.role} at {member.url}: {error or type(error).__name__}") from error
+            raise Refusal.of(502, f"{member.role} at {member.url}: {str(error) or type(error).__name__}") from error
         self.responses.append(response)
         return response
 

@@ -49,7 +49,7 @@ def run_prefill(options: InteropOptions, events: EventLog) -> bool:
             "ready",
             role="prefill",
             session=None,
-            zmq=control.url("tcp") if control else None,
+            zmq=control.url("tcp"),
             arena_ptr=arena.base,
             arena_bytes=arena.nbytes,
             tp_rank=options.tp_rank,
