@@ -7,7 +7,7 @@ is one a field in the usual case.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import itemgetter
 
@@ -31,9 +31,9 @@ class Copies:
     destination: U64
     length: U64
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return int(self.length.sum())
+        return sum(self.length.tolist()) if len(self.length) <= FEW else int(self.length.sum())
 
 
 def plan_copies(

@@ -10,6 +10,7 @@ lands any more and the blocks may be reused; other windows are not affected.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import threading
 from collections import Counter
@@ -23,6 +24,7 @@ from pdplane.errors import LocalProtocolError
 from pdplane.ids import Generation, Life, Rank, Room
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, united_runs
+from pdplane.kv.layout import FEW
 
 T = TypeVar("T")
 
@@ -98,6 +100,7 @@ class _RoomRuns:
         self.generation, self._on_landed = generation, on_landed
         self._starts = starts
         self._limits = np.append(np.zeros(1, np.uint64), ends)  # after n starts; after none: nowhere
+        self._few = (starts.tolist(), self._limits.tolist()) if len(starts) <= FEW else None
         self._nbytes = int((ends - starts).sum())
         self._writers = None if writers is None else dict(writers)
         self._gate = threading.Condition()
@@ -160,6 +163,12 @@ class _RoomRuns:
 
         Empty runs and sums that wrap around lie nowhere.
         """
+        if self._few is not None and len(offsets) <= FEW:
+            starts, few = self._few
+            return all(
+                length > 0 and offset + length <= few[bisect.bisect_right(starts, offset)]
+                for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True)
+            )
         ends = offsets + lengths
         limits = self._limits[np.searchsorted(self._starts, offsets, side="right")]
         return bool(((offsets < ends) & (ends <= limits)).all())

@@ -41,6 +41,7 @@ from pdplane.errors import WireError
 from pdplane.ids import MAX_ROOM, Generation, Room
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, Copies
+from pdplane.kv.layout import FEW
 from pdplane.transport.vector import merge, pieces
 
 XXH3 = "xxh3"
@@ -154,14 +155,16 @@ def decode_header(
     if len(data) != HEADER_BYTES:
         raise WireError("header", f"a header has {HEADER_BYTES} bytes, not {len(data)}")
     magic, version, kind, flags, count, zero, number, room, generation, segment, nbytes, check = _HEADER.unpack(data)
-    _expect("magic", magic == MAGIC, magic)
-    _expect("version", version == VERSION, version)
-    _expect("kind", kind in kinds, kind)
-    _expect("flags", flags <= (_LAST | _CHECKSUM), flags)
-    _expect("fifth number", zero == 0, zero)
-    _expect("checksum", bool(flags & _CHECKSUM) or not check, check)
-    _expect("session number", number == session_number, number)
-    _expect("room", room <= MAX_ROOM, room)
+    _expect(
+        ("magic", magic == MAGIC, magic),
+        ("version", version == VERSION, version),
+        ("kind", kind in kinds, kind),
+        ("flags", flags <= (_LAST | _CHECKSUM), flags),
+        ("fifth number", zero == 0, zero),
+        ("checksum", bool(flags & _CHECKSUM) or not check, check),
+        ("session number", number == session_number, number),
+        ("room", room <= MAX_ROOM, room),
+    )
     checksum = check if flags & _CHECKSUM else None
     header = Header(FrameKind(kind), number, room, generation, segment, count, nbytes, bool(flags & _LAST), checksum)
     _check_counts(header)
@@ -170,17 +173,20 @@ def decode_header(
 
 def _check_counts(header: Header) -> None:
     if header.kind in _TABLES:
-        _expect("count", header.count <= MAX_RUNS, header.count)
-        _expect("nbytes", header.count <= header.nbytes <= MAX_SEGMENT_BYTES, header.nbytes)
-        _expect("count", bool(header.count) or (header.last and not header.nbytes), header.count)
+        _expect(
+            ("count", header.count <= MAX_RUNS, header.count),
+            ("nbytes", header.count <= header.nbytes <= MAX_SEGMENT_BYTES, header.nbytes),
+            ("count", bool(header.count) or (header.last and not header.nbytes), header.count),
+        )
         return
-    _expect("checksum", header.checksum is None, header.checksum)
+    _expect(("checksum", header.checksum is None, header.checksum))
     if header.kind is FrameKind.ACK:
-        _expect("status", header.count <= MAX_STATUS, header.count)
-        _expect("flags", header.last, 0)
+        _expect(("status", header.count <= MAX_STATUS, header.count), ("flags", header.last, 0))
     else:
-        _expect("nbytes", not header.count and not header.nbytes, header.nbytes)
-        _expect("flags", header.kind is FrameKind.ABANDON or not header.last, header.last)
+        _expect(
+            ("nbytes", not header.count and not header.nbytes, header.nbytes),
+            ("flags", header.kind is FrameKind.ABANDON or not header.last, header.last),
+        )
 
 
 def decode_tables(header: Header, tables: U64) -> tuple[U64, U64]:
@@ -189,12 +195,20 @@ def decode_tables(header: Header, tables: U64) -> tuple[U64, U64]:
         raise WireError("tables", f"{len(tables)} numbers for {header.count} runs")
     offsets, lengths = tables[: header.count], tables[header.count : 2 * header.count]
     if header.count:
-        _expect("length", bool(lengths.all()), 0)
-        longest = int(lengths.max())  # also keeps the sum below 2**64
-        _expect("length", longest <= MAX_SEGMENT_BYTES, longest)
-        total = int(lengths.sum())
-        _expect("nbytes", total == header.nbytes, f"{header.nbytes}, the lengths' sum is {total}")
+        least, longest, total = _least_greatest_sum(lengths)
+        _expect(
+            ("length", least > 0, least),
+            ("length", longest <= MAX_SEGMENT_BYTES, longest),  # also keeps the sum below 2**64
+            ("nbytes", total == header.nbytes, f"{header.nbytes}, the lengths' sum is {total}"),
+        )
     return offsets, lengths
+
+
+def _least_greatest_sum(numbers: U64) -> tuple[int, int, int]:
+    if len(numbers) <= FEW:
+        few = numbers.tolist()
+        return min(few), max(few), sum(few)
+    return int(numbers.min()), int(numbers.max()), int(numbers.sum())
 
 
 def decode_sources(header: Header, tables: U64, source_nbytes: int) -> U64:
@@ -203,22 +217,32 @@ def decode_sources(header: Header, tables: U64, source_nbytes: int) -> U64:
     The other tables were checked by `decode_tables`.
     """
     sources, lengths = tables[2 * header.count :], tables[header.count : 2 * header.count]
-    size = np.uint64(source_nbytes)
-    if header.count:  # no difference of a start inside the arena wraps around
-        inside = int(sources.max()) <= source_nbytes and bool((lengths <= size - sources).all())
-        _expect("source", inside, "outside the sender's arena")
+    _expect(("source", are_inside(sources, lengths, source_nbytes), "outside the sender's arena"))
     return sources
 
 
-def _expect(field: str, holds: bool, value: object) -> None:  # noqa: FBT001 - the condition itself is the argument
-    if not holds:
-        raise WireError(field, f"a frame's {field} is {value!r}")
+def are_inside(offsets: U64, lengths: U64, nbytes: int) -> bool:
+    """Return whether every run lies inside an arena of `nbytes`."""
+    if len(offsets) <= FEW:
+        return all(offset + length <= nbytes for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True))
+    # No difference of a start inside the arena wraps around.
+    return int(offsets.max()) <= nbytes and bool((lengths <= np.uint64(nbytes) - offsets).all())
+
+
+def _expect(*checks: tuple[str, bool, object]) -> None:
+    """Raise WireError for the first check that does not hold; each is a field, whether it is right, its value."""
+    for field, holds, value in checks:
+        if not holds:
+            raise WireError(field, f"a frame's {field} is {value!r}")
 
 
 def segments(copies: Copies, max_bytes: int, max_runs: int = MAX_RUNS) -> Iterator[Copies]:
     """Yield copies in segments of at most so many bytes and runs, always cut the same way; one for empty copies."""
+    if len(copies.length) <= max_runs and copies.nbytes <= max_bytes:
+        yield copies
+        return
     copies = with_short_runs(copies, max_bytes)
-    for start, stop in itertools.pairwise(cut(copies.length, max_bytes, max_runs) if len(copies.length) else (0, 0)):
+    for start, stop in itertools.pairwise(cut(copies.length, max_bytes, max_runs)):
         part = slice(start, stop)
         yield Copies(copies.source[part], copies.destination[part], copies.length[part])
 

@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ import numpy as np
 
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, Copies
+from pdplane.kv.layout import FEW
 from pdplane.transport.framing import cut, with_short_runs
-from pdplane.transport.vector import ENTRY_BYTES, IOV_MAX
+from pdplane.transport.vector import ENTRY_BYTES, IOV_MAX, joined_entries
 
 NONCE_BYTES = 32
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -108,10 +110,9 @@ class PeerMemory:
     def holds(self, address: int, nonce: bytes) -> bool:
         """Return whether the process has these bytes there, which shows that it is the one that sent their address."""
         found = np.zeros(len(nonce), np.uint8)
-        here, there, length = (np.array([number], np.uint64) for number in (found.ctypes.data, address, len(nonce)))
-        one = [0, 1]
+        here, there = array("Q", (found.ctypes.data, len(nonce))), array("Q", (address, len(nonce)))
         try:
-            _Reading(self.pid, _Vector(here, length, one), _Vector(there, length, one), [len(nonce)]).read(0)
+            self._read(_entries(here), _entries(there), len(nonce), (here, there))
         except OSError:
             return False
         return hmac.compare_digest(found.tobytes(), nonce)
@@ -123,13 +124,36 @@ class PeerMemory:
         """
         if not len(part.length):
             return iter(())
+        if len(part.length) <= FEW and part.nbytes <= call_bytes:
+            lengths = part.length.tolist()
+            here = joined_entries((part.destination + np.uint64(target.base)).tolist(), lengths)
+            there = joined_entries((part.source + np.uint64(self.base)).tolist(), lengths)
+            return iter((functools.partial(self._read, _entries(here), _entries(there), part.nbytes, (here, there)),))
         part = with_short_runs(part, call_bytes)
         borders = list(cut(part.length, call_bytes, IOV_MAX))
         nbytes = np.add.reduceat(part.length, borders[:-1]).tolist()
         local = _Vector(part.destination + np.uint64(target.base), part.length, borders)
         remote = _Vector(part.source + np.uint64(self.base), part.length, borders)
-        reading = _Reading(self.pid, local, remote, nbytes)
-        return (functools.partial(reading.read, number) for number in range(len(nbytes)))
+        return (
+            functools.partial(self._read, local.of(number), remote.of(number), count, (local, remote))
+            for number, count in enumerate(nbytes)
+        )
+
+    def _read(self, local: tuple[int, int], remote: tuple[int, int], nbytes: int, _memory: object) -> int:
+        """Make one call on the entries at two addresses, which `_memory` keeps. Raises OSError."""
+        read = _libc.process_vm_readv(self.pid, *local, *remote, 0)
+        if read < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot read the sender's memory: {os.strerror(code)}")
+        if read != nbytes:
+            raise OSError(errno.EFAULT, f"read {read} of {nbytes} bytes of the sender's memory")
+        return int(read)
+
+
+def _entries(flat: array[int]) -> tuple[int, int]:
+    """Return the address and number of iovec entries."""
+    address, numbers = flat.buffer_info()
+    return address, numbers // 2
 
 
 class _Vector:
@@ -155,23 +179,3 @@ class _Vector:
         """Return the address and number of a call's entries."""
         start, stop = self._places[number : number + 2]
         return self._address + ENTRY_BYTES * start, stop - start
-
-
-@attrs.frozen
-class _Reading:
-    """A segment's calls."""
-
-    pid: int
-    local: _Vector
-    remote: _Vector
-    nbytes: Sequence[int]
-
-    def read(self, number: int) -> int:
-        """Make one call; return the bytes that it read. Raises OSError."""
-        read = _libc.process_vm_readv(self.pid, *self.local.of(number), *self.remote.of(number), 0)
-        if read < 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"cannot read the sender's memory: {os.strerror(code)}")
-        if read != self.nbytes[number]:
-            raise OSError(errno.EFAULT, f"read {read} of {self.nbytes[number]} bytes of the sender's memory")
-        return int(read)

@@ -205,7 +205,8 @@ class Landing:
 
 
 def _answer(header: Header, kind: FrameKind, status: int = 0, nbytes: int = 0) -> Header:
-    return attrs.evolve(header, kind=kind, count=status, nbytes=nbytes, checksum=None)
+    where = header.session_number, header.room, header.generation, header.segment
+    return Header(kind, *where, status, nbytes, header.last)
 
 
 def _key(header: Header) -> PushKey:

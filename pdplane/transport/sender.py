@@ -17,7 +17,7 @@ from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
 from pdplane.messages import Push, PushKey
 from pdplane.transport.fence import Refusal
-from pdplane.transport.framing import MAX_PUSH, FrameKind, Header, checksum_of, segment_number, segments
+from pdplane.transport.framing import MAX_PUSH, FrameKind, Header, are_inside, checksum_of, segment_number, segments
 from pdplane.transport.greeting import PULL, Accepted
 from pdplane.transport.reports import (
     Connected,
@@ -180,10 +180,10 @@ def check_push(push: Push, arena_nbytes: int) -> None:
     """Raise LocalProtocolError unless every run has a length and lies whole inside the source arena."""
     if not 0 <= push.push <= MAX_PUSH:
         raise LocalProtocolError(f"push number {push.push} is not a u32")
-    copies, size = push.copies, np.uint64(arena_nbytes)
+    copies = push.copies
     if not len(copies.source) == len(copies.destination) == len(copies.length):
         raise LocalProtocolError("the arrays of copies differ in length")
-    if not copies.length.all() or (copies.length > size).any() or (copies.source > size - copies.length).any():
+    if not copies.length.all() or not are_inside(copies.source, copies.length, arena_nbytes):
         raise LocalProtocolError(f"a run of push {push.push} is empty or leaves the arena of {arena_nbytes} bytes")
 
 
@@ -436,8 +436,7 @@ class PushSender:
         if not job.parts:
             job.parts = list(segments(push.copies, self._options.segment_bytes, self._options.segment_runs))
         part, last = job.parts[index], index == len(job.parts) - 1
-        header = self._header(FrameKind.SEGMENT, push, index, last=last)
-        header = attrs.evolve(header, count=len(part.length), nbytes=part.nbytes, checksum=self._checksum(part))
+        header = self._header(FrameKind.SEGMENT, push, index, part, last=last)
         job.sent += 1
         if last:
             self._outbox.sent(job)
@@ -450,10 +449,13 @@ class PushSender:
     def _checksum(self, part: Copies) -> int | None:
         return checksum_of(self._arena, part.source, part.length) if self._options.checksum else None
 
-    def _header(self, kind: FrameKind, push: Push, index: int, *, last: bool) -> Header:
+    def _header(self, kind: FrameKind, push: Push, index: int, part: Copies | None = None, *, last: bool) -> Header:
         number = segment_number(push.push, self._first_segment + index)
         session_number = self._accepted.session_number if self._accepted else 0
-        return Header(kind, session_number, push.room, push.generation, number, last=last)
+        if part is None:
+            return Header(kind, session_number, push.room, push.generation, number, last=last)
+        counts = len(part.length), part.nbytes
+        return Header(kind, session_number, push.room, push.generation, number, *counts, last, self._checksum(part))
 
     def _settle(self, answers: list[Header]) -> None:
         for answer in answers:

@@ -7,11 +7,15 @@ import errno
 import os
 import socket
 import sys
+from array import array
+from bisect import bisect_right
+from itertools import accumulate
 from typing import ClassVar, Protocol
 
 import numpy as np
 
 from pdplane.kv.copies import U64
+from pdplane.kv.layout import FEW
 
 SWITCH_INTERVAL_S = 0.001
 
@@ -102,6 +106,19 @@ def merge(addresses: U64, lengths: U64) -> tuple[U64, U64]:
     return addresses[starts], np.add.reduceat(lengths, starts)
 
 
+def joined_entries(addresses: list[int], lengths: list[int]) -> array[int]:
+    """Return iovec entries, address and length by turns, for a few runs, neighbours in memory joined."""
+    flat: list[int] = []
+    end = -1
+    for address, length in zip(addresses, lengths, strict=True):
+        if address == end:
+            flat[-1] += length
+        else:
+            flat += (address, length)
+        end = address + length
+    return array("Q", flat)
+
+
 def pieces(lengths: U64, limit: int) -> tuple[U64, U64, U64]:
     """Cut runs longer than `limit`: for each piece the row it comes from, its offset in that row, its length."""
     size = np.uint64(limit)
@@ -120,19 +137,18 @@ class Cursor:
 
     def __init__(self, addresses: U64, lengths: U64, limit: int) -> None:
         """Take the runs; `limit` bounds the bytes of one call."""
-        addresses, lengths = merge(addresses, lengths)
-        if len(lengths) and int(lengths.max()) > limit:
-            rows, offsets, lengths = pieces(lengths, limit)
-            addresses = addresses[rows] + offsets
-        self._vector = np.empty((len(addresses), 2), np.uint64)
-        self._vector[:, 0] = addresses
-        self._vector[:, 1] = lengths
-        self._address = self._vector.ctypes.data
-        self._ends = np.cumsum(lengths)
+        self._vector: array[int] | U64
+        self._ends: list[int] | U64
         self._limit = limit
-        self._done = 0
-        self._index = 0
-        self.total = int(self._ends[-1]) if len(lengths) else 0
+        self._done = self._index = 0
+        few = joined_entries(addresses.tolist(), lengths.tolist()) if len(lengths) <= FEW else None
+        if few is not None and max(few[1::2], default=0) <= limit:
+            self._vector, self._ends = few, list(accumulate(few[1::2]))
+            self._address = few.buffer_info()[0]
+        else:
+            self._vector, self._ends = _many_entries(addresses, lengths, limit)
+            self._address = self._vector.ctypes.data
+        self.total = int(self._ends[-1]) if len(self._ends) else 0
 
     @property
     def done(self) -> int:
@@ -144,7 +160,7 @@ class Cursor:
 
     def advance(self, call: VectorCall, descriptor: int) -> tuple[int, bool]:
         """Make one call; return the bytes moved and whether that was all of them. Raises OSError."""
-        last = int(np.searchsorted(self._ends, self._done + self._limit, side="right"))
+        last = bisect_right(self._ends, self._done + self._limit)
         last = min(max(last, self._index + 1), self._index + IOV_MAX)
         wanted = int(self._ends[last - 1]) - self._done
         moved = call(descriptor, self._address + ENTRY_BYTES * self._index, last - self._index)
@@ -154,11 +170,23 @@ class Cursor:
 
     def _move(self, nbytes: int) -> None:
         self._done += nbytes
-        index = int(np.searchsorted(self._ends, self._done, side="right"))
+        index = bisect_right(self._ends, self._done)
         self._index = index
         if index < len(self._ends):
             left = int(self._ends[index]) - self._done
-            used = int(self._vector[index, 1]) - left
+            used = int(self._vector[2 * index + 1]) - left
             if used:  # the call stopped inside this entry
-                self._vector[index, 0] += np.uint64(used)
-                self._vector[index, 1] = left
+                self._vector[2 * index] += used
+                self._vector[2 * index + 1] = left
+
+
+def _many_entries(addresses: U64, lengths: U64, limit: int) -> tuple[U64, U64]:
+    """Return iovec entries of at most `limit` bytes, address and length by turns, and where each ends."""
+    addresses, lengths = merge(addresses, lengths)
+    if int(lengths.max()) > limit:
+        rows, offsets, lengths = pieces(lengths, limit)
+        addresses = addresses[rows] + offsets
+    flat = np.empty(2 * len(addresses), np.uint64)
+    flat[::2] = addresses
+    flat[1::2] = lengths
+    return flat, np.cumsum(lengths)
