@@ -45,6 +45,10 @@ from pdplane.wire.frames import MAX_LAYOUT
 MAX_ANSWER = 1 << 20
 
 
+class SlowRendezvous(RendezvousError):
+    """Somebody accepts connections there and has not answered yet, as a busy process does."""
+
+
 async def exchange(
     http: HttpThread,
     method: str,
@@ -56,8 +60,9 @@ async def exchange(
     body: str | None = None,
     unproved: bool = False,
 ) -> tuple[int, str]:
-    """Return status and text of one HTTP exchange. Raises RendezvousError, with status 0 when nobody answered.
+    """Return status and text of one HTTP exchange.
 
+    Raises RendezvousError, with status 0, when nobody is there, and SlowRendezvous when no answer comes in time.
     With a secret both sides prove that they know it, over nonces of this exchange; neither learns anything that it
     could use elsewhere. `unproved` takes answers without proof too, as legacy peers give them.
     """
@@ -75,8 +80,10 @@ async def exchange(
             proof = request_proof(secret, challenge, method, _host_header(asked), asked.raw_path_qs, data)
             headers["Authorization"] = f"{SCHEME} {challenge} {proof}"
             status, text, answered = await _one_exchange(http, method, url, data, headers, timeout)
+    except aiohttp.ConnectionTimeoutError as error:
+        raise RendezvousError(url, 0, f"nobody accepted a connection within {connect_timeout_s:g} s") from error
     except TimeoutError as error:
-        raise RendezvousError(url, 0, "nobody answered in time") from error
+        raise SlowRendezvous(url, 0, f"no answer came within {request_timeout_s:.3g} s") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a host that cannot be a name
         raise RendezvousError(url, 0, str(error) or type(error).__name__) from error
     if secret is not None and not unproved:
@@ -205,8 +212,10 @@ class PrefillNotFound:
 class LookUpOptions:
     """How long a look-up tries.
 
-    `deadline_s` bounds the whole of it, while the rendezvous answers that ranks are missing. An address where nobody
-    answers is given up after `unreachable_s`, so that clients of a dead prefill get their error soon.
+    `deadline_s` bounds the whole of it: while the rendezvous answers that ranks are missing, and while it is slow to
+    answer. An address where nobody accepts a connection is given up after `unreachable_s`, so that clients of a dead
+    prefill get their error soon. After `request_timeout_s` without an answer the question is asked once more, on a
+    connection of its own, in case the old one leads nowhere; that one has the time that is left.
     """
 
     deadline_s: float = 120.0
@@ -252,7 +261,7 @@ class RendezvousClient:
             done(Endpoint(question.result().host, question.result().port) if answered else None)
 
         try:
-            question = self._http.run(self._rank(bootstrap, dp_group, tp_rank))
+            question = self._http.run(self._rank(bootstrap, dp_group, tp_rank, self._options.request_timeout_s))
         except LocalProtocolError:
             done(None)
             return
@@ -260,19 +269,22 @@ class RendezvousClient:
 
     async def _search(self, bootstrap: Endpoint, room: Room) -> PrefillFound | PrefillNotFound:
         options, began, pause = self._options, time.monotonic(), self._options.first_pause_s
+        answer_s = min(options.request_timeout_s, options.deadline_s)
         while True:
             try:
-                return await self._ask(bootstrap, room)
+                return await self._ask(bootstrap, room, answer_s)
             except RendezvousError as error:
-                patience_s = options.unreachable_s if error.status == 0 else options.deadline_s
+                slow = isinstance(error, SlowRendezvous)
+                patience_s = options.unreachable_s if error.status == 0 and not slow else options.deadline_s
                 left_s = began + patience_s - time.monotonic()
                 if left_s <= 0 or not _is_worth_asking_again(error.status):
                     return PrefillNotFound(bootstrap, str(error))
+                answer_s = left_s if slow else answer_s
             await asyncio.sleep(min(pause, left_s))
             pause = min(2 * pause, options.longest_pause_s)
 
-    async def _ask(self, bootstrap: Endpoint, room: Room) -> PrefillFound:
-        sync = await self._get(bootstrap, -1, -1)
+    async def _ask(self, bootstrap: Endpoint, room: Room, answer_s: float) -> PrefillFound:
+        sync = await self._get(bootstrap, -1, -1, answer_s)
         if sync.optional("cache_layout") is None:
             raise RendezvousError(bootstrap.url("http"), _NOT_YET, "no prefill rank has registered yet")
         with _refusing(bootstrap):
@@ -284,11 +296,11 @@ class RendezvousClient:
             if not layout.isascii():
                 sync.member("cache_layout").refuse("is not ASCII")
         tp_size, group = world_size // dp_size, dp_group(room, dp_size)
-        ranks = await asyncio.gather(*(self._rank(bootstrap, group, rank) for rank in range(tp_size)))
+        ranks = await asyncio.gather(*(self._rank(bootstrap, group, rank, answer_s) for rank in range(tp_size)))
         return PrefillFound(bootstrap, tp_size, dp_size, group, layout.encode("ascii"), tuple(ranks))
 
-    async def _rank(self, bootstrap: Endpoint, dp_group: int, tp_rank: int) -> RankAddress:
-        answer = await self._get(bootstrap, tp_rank, dp_group)
+    async def _rank(self, bootstrap: Endpoint, dp_group: int, tp_rank: int, answer_s: float) -> RankAddress:
+        answer = await self._get(bootstrap, tp_rank, dp_group, answer_s)
         with _refusing(bootstrap):
             found = _read_rank(Rank(tp_rank), answer)
         return attrs.evolve(found, host=await self._address(bootstrap, found.host, found.router_port or found.port))
@@ -299,7 +311,7 @@ class RendezvousClient:
         except OSError as error:
             raise RendezvousError(bootstrap.url("http"), _NOT_YET, str(error)) from error
 
-    async def _get(self, bootstrap: Endpoint, tp_rank: int, dp_group: int) -> JsonValue:
+    async def _get(self, bootstrap: Endpoint, tp_rank: int, dp_group: int, answer_s: float) -> JsonValue:
         query = f"engine_rank={tp_rank}&target_dp_group={dp_group}"
         url = f"{bootstrap.url('http')}/route?{query}"
         options = self._options
@@ -309,7 +321,7 @@ class RendezvousClient:
             url,
             self._secret,
             options.connect_timeout_s,
-            options.request_timeout_s,
+            answer_s,
             unproved=options.unproved,
         )
         if status != 200:

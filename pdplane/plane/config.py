@@ -139,13 +139,23 @@ class PrefillConfig(PlaneConfig):
 class DecodeConfig(PlaneConfig):
     """A decode rank; `data_port` is where prefill ranks connect to push.
 
+    A room finds its prefill within `bootstrap_timeout_s`, however slow the rendezvous is to answer. Where nobody
+    accepts a connection at all it is given up after `unreachable_timeout_s`: raise that where prefill may start later.
+
     `status_port` is where legacy prefill ranks report. Blocks of a failed room that such a rank may still write to
     are held for `quarantine_timeout_s` after its last status.
     """
 
     data_port: int = 0
     status_port: int = 0
+    unreachable_timeout_s: float = 1.5
     quarantine_timeout_s: float = 300.0
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        for name in ("unreachable_timeout_s", "quarantine_timeout_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is below 0 s")
 
 
 def log_legacy(config: PlaneConfig, others: str) -> None:

@@ -61,7 +61,9 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
         if config.speaks_legacy and config.legacy_transport not in (None, config.transport):
             self._receivers.append(self._make_receiver(config.legacy_transport or "", 0))
         self._receiver = self._receivers[0]
-        options = LookUpOptions(deadline_s=config.bootstrap_timeout_s, unproved=config.legacy is True)
+        options = LookUpOptions(
+            config.bootstrap_timeout_s, config.unreachable_timeout_s, unproved=config.legacy is True
+        )
         self._look_up = RendezvousClient(self._http, options, config.secret)
         self._dealers = Dealers(self._rejected, Curve(config.secret) if config.secret else None)
         self._legacy = LegacyPrefills(self._rejected, self._probe) if config.speaks_legacy else None

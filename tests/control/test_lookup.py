@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -127,13 +128,31 @@ def test_an_address_where_nobody_listens_is_given_up_soon(http: HttpThread) -> N
     assert str(nobody.port) in not_found.cause
 
 
-def test_an_address_that_swallows_everything_is_given_up_soon(http: HttpThread) -> None:
+def test_an_address_that_swallows_everything_is_given_up_at_the_deadline(http: HttpThread) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Endpoint("127.0.0.1", silent.getsockname()[1])
-        options = LookUpOptions(deadline_s=10_000, unreachable_s=0.1, request_timeout_s=0.2)
+        options = LookUpOptions(deadline_s=0.5, unreachable_s=0.1, request_timeout_s=0.2)
         not_found = begin(RendezvousClient(http, options), address).result(10)
     assert isinstance(not_found, PrefillNotFound)
-    assert "nobody answered in time" in not_found.cause
+    assert "no answer came within" in not_found.cause
+
+
+def test_a_rendezvous_that_is_slow_to_answer_is_waited_for(http: HttpThread) -> None:
+    """Slower than `unreachable_s` and than `request_timeout_s`: it has until the deadline."""
+    answered: list[str] = []
+
+    async def route(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.4)
+        answered.append(request.query["engine_rank"])
+        rank = {"rank_ip": "10.0.0.1", "rank_port": 4000}
+        return web.json_response(GOOD if answered[-1] == "-1" else rank)
+
+    app = web.Application()
+    app.router.add_get("/route", route)
+    options = LookUpOptions(deadline_s=20, unreachable_s=0.1, request_timeout_s=0.2)
+    found = begin(RendezvousClient(http, options), http.serve(app, "127.0.0.1", 0)).result(20)
+    assert isinstance(found, PrefillFound)
+    assert answered == ["-1", "0"]
 
 
 @pytest.mark.parametrize("host", ["a b", "x" * 300, "..", "[", "\u0000", "h/../x"])
