@@ -22,6 +22,7 @@ import attrs
 from pdplane.errors import ConfigError, WireError
 from pdplane.ids import Endpoint
 
+HELD_UP_S = 0.25  # who wakes so much later than asked was stopped, or kept from the interpreter: no peer's fault
 _BACKLOG = 512
 _EXHAUSTED_PAUSE_MS = 200  # out of descriptors: the connection stays in the backlog, and `poll` would spin
 

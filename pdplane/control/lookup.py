@@ -38,7 +38,7 @@ from pdplane.control.rendezvous import (
 from pdplane.errors import LocalProtocolError, RendezvousError, WireError
 from pdplane.ids import Endpoint, Life, Rank, Room
 from pdplane.kv.routes import dp_group
-from pdplane.net import JsonValue, parse_json
+from pdplane.net import HELD_UP_S, JsonValue, parse_json
 from pdplane.security import Secret
 from pdplane.wire.frames import MAX_LAYOUT
 
@@ -72,6 +72,7 @@ async def exchange(
     if secret is not None:
         headers[NONCE_HEADER] = nonce
     timeout = aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=connect_timeout_s)
+    began = time.monotonic()
     try:
         status, text, answered = await _one_exchange(http, method, url, data, headers, timeout)
         scheme, _, challenge = answered.get("WWW-Authenticate", "").partition(" ")
@@ -81,6 +82,8 @@ async def exchange(
             headers["Authorization"] = f"{SCHEME} {challenge} {proof}"
             status, text, answered = await _one_exchange(http, method, url, data, headers, timeout)
     except aiohttp.ConnectionTimeoutError as error:
+        if time.monotonic() - began > connect_timeout_s + HELD_UP_S:
+            raise SlowRendezvous(url, 0, "this process was held up while it connected") from error
         raise RendezvousError(url, 0, f"nobody accepted a connection within {connect_timeout_s:g} s") from error
     except TimeoutError as error:
         raise SlowRendezvous(url, 0, f"no answer came within {request_timeout_s:.3g} s") from error

@@ -16,9 +16,7 @@ import zmq
 from pdplane.errors import InternalError
 from pdplane.machine.actions import WakeAt
 from pdplane.machine.events import Tick
-from pdplane.net import Wakeup
-
-_PAUSE_S = 0.25  # a thread that is later than this was stopped, swapped out, or kept from the interpreter
+from pdplane.net import HELD_UP_S, Wakeup
 
 
 class AwakeClock:
@@ -39,7 +37,7 @@ class AwakeClock:
     def lap(self, allowed_s: float = 0.0) -> None:
         """End the last lap, and begin one of at most `allowed_s`; a longer delay counts as a pause."""
         read = self._read()
-        if self._due is not None and (late := read - self._due) > _PAUSE_S:
+        if self._due is not None and (late := read - self._due) > HELD_UP_S:
             self._missed += late
         self._due = read + allowed_s
 

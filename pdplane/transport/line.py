@@ -21,7 +21,7 @@ from pdplane.errors import WireError
 from pdplane.ids import Endpoint
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
-from pdplane.net import Wakeup
+from pdplane.net import HELD_UP_S, Wakeup
 from pdplane.transport import vector as iovec
 from pdplane.transport.framing import (
     FROM_RECEIVER,
@@ -156,19 +156,23 @@ class DataSocket:
             raise ConnectionAbortedError(self._stopped)
 
     def wait(self, event: int, deadline_s: float | None) -> None:
-        """Wait for POLLIN or POLLOUT, or for an end, which the next call reports. Raises TimeoutError."""
+        """Wait for POLLIN or POLLOUT, or for an end, which the next call reports. Raises TimeoutError.
+
+        A thread that is held up beyond the deadline waits as long again: the pause was its own, not the peer's.
+        """
         self.check()
         self._poll.register(self.descriptor, event)
-        left = None if deadline_s is None else (deadline_s - time.monotonic()) * 1000
-        if (left is not None and left <= 0) or not self._poll.poll(left):
-            raise TimeoutError("the peer stalled")
+        if deadline_s is None:
+            self._poll.poll()
+        elif not self._poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+            late_s = time.monotonic() - deadline_s
+            if late_s < HELD_UP_S or not self._poll.poll(late_s * 1000):
+                raise TimeoutError("the peer stalled")
         self.check()
 
     def read(self, view: memoryview, deadline_s: float) -> None:
         """Fill the view. Raises TimeoutError or ConnectionError."""
         while len(view):
-            if time.monotonic() > deadline_s:
-                raise TimeoutError("the peer stalled")
             try:
                 count = self._socket.recv_into(view, len(view), socket.MSG_WAITALL)
             except BlockingIOError:
@@ -178,6 +182,8 @@ class DataSocket:
             if not count:
                 raise ConnectionResetError(_ENDED)
             view = view[count:]
+            if len(view) and time.monotonic() > deadline_s:  # byte by byte is no progress
+                raise TimeoutError("the peer stalled")
 
     def read_bytes(self, count: int, deadline_s: float) -> bytearray:
         data = bytearray(count)
@@ -398,7 +404,8 @@ class StreamLine:
         return link
 
     def _greet(self, link: DataSocket) -> Accepted:
-        deadline_s = time.monotonic() + self._options.greeting_timeout_s
+        # As patient as for an acknowledgement: somebody accepted, and is busy if no answer comes.
+        deadline_s = time.monotonic() + self._options.ack_timeout_s
         link.write(self._greeting.hello(), deadline_s)
         link.write(self._greeting.welcome(*link.read_greeting(deadline_s)), deadline_s)
         return self._greeting.accepted(*link.read_greeting(deadline_s))
@@ -427,7 +434,7 @@ class StreamLine:
         return attrs.evolve(accepted, way=way)
 
     def _attach(self, link: DataSocket, accepted: Accepted) -> str:
-        deadline_s = time.monotonic() + self._options.greeting_timeout_s
+        deadline_s = time.monotonic() + self._options.ack_timeout_s
         if link.credentials is not None and link.credentials.uid != os.getuid():
             raise PermissionError(f"the socket belongs to user {link.credentials.uid}")
         nonce = Nonce()

@@ -27,6 +27,7 @@ class TransportOptions:
 
     connect_timeout_s: float = 5.0
     greeting_timeout_s: float = 5.0
+    """A receiver waits so long for each message of a greeting; a sender as long as for acknowledgements."""
     send_timeout_s: float = 30.0
     """Without a byte taken by the receiver for this long, the connection is over."""
     ack_timeout_s: float = 30.0

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections import Counter
 
 import attrs
@@ -115,7 +116,7 @@ class StreamReceiver:
         """Exchange the messages over TCP, up to the sender's proof. Raises WireError or OSError."""
         greeting = self._reception.greeting()
         link.write(greeting.hello(*link.read_greeting(deadline_s)), deadline_s)
-        greeting.proof(*link.read_greeting(deadline_s))
+        greeting.proof(*link.read_greeting(time.monotonic() + self._options.greeting_timeout_s))
         number = secrets.randbits(64)
         path = self._unix.path if self._unix is not None else ""
         return Greeted(greeting.writer, greeting.bundle, number, greeting.accepted(number, path))

@@ -1,7 +1,8 @@
-"""One side of a few rooms in a process whose Python threads spin: `python -m tests.plane.busy_side ROLE SPINNERS [PORT]`.
+"""One side of a few rooms in a process with a thread that spins: `python -m tests.plane.busy_side ROLE HOLD [PORT]`.
 
-It stays on one core, as a serving stack's workers are bound by default. Prefill prints its rendezvous' port, decode one
-line for each room; both end with their standard input.
+HOLD is how long the thread keeps the interpreter's lock at a time, in turns of a loop. The process stays on one core, as
+a serving stack's workers are bound by default. Prefill says its rendezvous' port, decode one line for each room; both
+end with their standard input.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ PROMPT_LEN = 22
 
 def spin(hold: int) -> None:
     while True:
-        sum(range(hold))  # C code that keeps the interpreter's lock
+        sum(range(hold))  # C code, which does not give the lock to others in between
+
+
+def say(line: object) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def prefill() -> None:
@@ -37,15 +43,12 @@ def prefill() -> None:
     with PrefillPlane(PrefillConfig(bootstrap_port=0), layout=layout, arena=Arena.zeros(layout.arena_bytes)) as plane:
         works = [plane.open(room, prompt_len=PROMPT_LEN) for room in ROOMS]
         source = Pool(layout).allocate(blocks_needed(layout, PROMPT_LEN))
-        print(plane.rendezvous.port, flush=True)
+        say(plane.rendezvous.port)
         for work in works:
-            try:
-                work.wait_window()
-                for step in range(len(layout.steps)):
-                    work.push(source, range(step, step + 1))
-                work.finish(first_token=work.room).result()
-            except PdplaneError as error:
-                print(error, file=sys.stderr, flush=True)
+            work.wait_window()
+            for step in range(len(layout.steps)):
+                work.push(source, range(step, step + 1))
+            work.finish(first_token=work.room).result()
         sys.stdin.read()
 
 
@@ -60,14 +63,14 @@ def decode(port: int) -> None:
             waiting.append(plane.open(room, prefill=f"127.0.0.1:{port}", manifest=manifest))
         for room in waiting:
             try:
-                print(room.wait().first_token, flush=True)
+                say(room.wait().first_token)
             except PdplaneError as error:
-                print(error, flush=True)
+                say(error)
         sys.stdin.read()
 
 
 if __name__ == "__main__":
-    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-    for _ in range(int(sys.argv[2])):
-        threading.Thread(target=spin, args=(int(os.environ['HOLD']),), daemon=True).start()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    threading.Thread(target=spin, args=(int(sys.argv[2]),), daemon=True).start()
     prefill() if sys.argv[1] == "prefill" else decode(int(sys.argv[3]))
