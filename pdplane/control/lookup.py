@@ -72,23 +72,13 @@ async def exchange(
     if secret is not None:
         headers[NONCE_HEADER] = nonce
     timeout = aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=connect_timeout_s)
-    began = time.monotonic()
-    try:
+    status, text, answered = await _one_exchange(http, method, url, data, headers, timeout)
+    scheme, _, challenge = answered.get("WWW-Authenticate", "").partition(" ")
+    if secret is not None and status == 401 and scheme == SCHEME:
+        asked = URL(url)
+        proof = request_proof(secret, challenge, method, _host_header(asked), asked.raw_path_qs, data)
+        headers["Authorization"] = f"{SCHEME} {challenge} {proof}"
         status, text, answered = await _one_exchange(http, method, url, data, headers, timeout)
-        scheme, _, challenge = answered.get("WWW-Authenticate", "").partition(" ")
-        if secret is not None and status == 401 and scheme == SCHEME:
-            asked = URL(url)
-            proof = request_proof(secret, challenge, method, _host_header(asked), asked.raw_path_qs, data)
-            headers["Authorization"] = f"{SCHEME} {challenge} {proof}"
-            status, text, answered = await _one_exchange(http, method, url, data, headers, timeout)
-    except aiohttp.ConnectionTimeoutError as error:
-        if time.monotonic() - began > connect_timeout_s + HELD_UP_S:
-            raise SlowRendezvous(url, 0, "this process was held up while it connected") from error
-        raise RendezvousError(url, 0, f"nobody accepted a connection within {connect_timeout_s:g} s") from error
-    except TimeoutError as error:
-        raise SlowRendezvous(url, 0, f"no answer came within {request_timeout_s:.3g} s") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a host that cannot be a name
-        raise RendezvousError(url, 0, str(error) or type(error).__name__) from error
     if secret is not None and not unproved:
         right = answer_proof(secret, nonce, status, text)
         if not hmac.compare_digest(answered.get(PROOF_HEADER, "").encode("utf-8", "replace"), right.encode()):
@@ -99,10 +89,21 @@ async def exchange(
 async def _one_exchange(
     http: HttpThread, method: str, url: str, data: bytes, headers: Mapping[str, str], timeout: aiohttp.ClientTimeout
 ) -> tuple[int, bytes, Mapping[str, str]]:
-    async with http.session().request(
-        method, url, data=data or None, headers=headers, timeout=timeout, allow_redirects=False
-    ) as response:
-        return response.status, await _read(response), response.headers
+    began = time.monotonic()
+    try:
+        async with http.session().request(
+            method, url, data=data or None, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            return response.status, await _read(response), response.headers
+    except aiohttp.ConnectionTimeoutError as error:
+        limit_s = timeout.sock_connect or 0
+        if time.monotonic() - began > limit_s + HELD_UP_S:
+            raise SlowRendezvous(url, 0, "this process was held up while it connected") from error
+        raise RendezvousError(url, 0, f"nobody accepted a connection within {limit_s:g} s") from error
+    except TimeoutError as error:
+        raise SlowRendezvous(url, 0, f"no answer came within {timeout.total:.3g} s") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a host that cannot be a name
+        raise RendezvousError(url, 0, str(error) or type(error).__name__) from error
 
 
 def _host_header(url: URL) -> str:

@@ -1,8 +1,8 @@
 """One side of a few rooms in a process with a thread that spins: `python -m tests.plane.busy_side ROLE HOLD [PORT]`.
 
 HOLD is how long the thread keeps the interpreter's lock at a time, in turns of a loop. The process stays on one core,
-as a serving stack's workers are bound by default. Prefill says its rendezvous' port, decode one line for each room; both
-end with their standard input.
+as a serving stack's workers are bound by default. Prefill says its rendezvous' port, decode one line for each room;
+both end with their standard input.
 """
 
 from __future__ import annotations
