@@ -1,9 +1,9 @@
 """Continuous batching: sequences that take each step together, since one pass over the weights serves them all.
 
 The batch is one job on the MLX thread, and its turn is one step of every member. A member joins between two steps as
-soon as its cache is whole, at most one a step, and leaves between two steps. The step is our own few lines: mlx-lm's
+soon as its cache is whole, at most one a step, and leaves between two steps. The step is written here: mlx-lm's
 `GenerationBatch` computes a step of the newcomer alone at each join, which doubles the others' wait, and one sequence's
-error is everybody's there. mlx-lm's caches do the joining: `merge`, `extend` and `filter`.
+error ends all of them. mlx-lm's caches do the joining: `merge`, `extend` and `filter`.
 
 The members of a batch are padded to the longest. So that little is kept and read for nothing there is a batch for each
 range of lengths: no member is padded by more rows than it has itself, or `FREE_PADDING` if it has fewer. All grow by
@@ -34,13 +34,13 @@ FREE_PADDING = 1024
 """Rows of padding that are never too many: reading them costs less than reading the weights once more."""
 
 _MERGING = (KVCache, RotatingKVCache, ArraysCache)
-_CLEAR_EVERY = 256  # steps after which mlx-lm gives unused memory back
+_CLEAR_EVERY = 256  # steps after which mlx-lm frees unused memory
 
 
 def why_alone(caches: Sequence[Cache]) -> str | None:
     """Say why sequences with such caches cannot share a batch; None when they can.
 
-    The leaves are asked: a CacheList always has `merge`, and a ring loses the tokens that it keeps without an error.
+    The leaves decide: a CacheList always has `merge`, and a ring that keeps its first tokens would lose them silently.
     """
     for layer, _, cache in walk(caches):
         if type(cache) not in _MERGING:
@@ -61,14 +61,13 @@ def padding(lengths: Sequence[int]) -> int | None:
 class BatchMember:
     """One sequence in the batch, or on its way there.
 
-    `future` ends as a job's does. Used as a context it takes an exception from inside as its own end, so that one
-    member's failure ends no other.
+    `future` ends as a job's does. Used as a context, an exception from inside ends this member, and no other.
     """
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.future: Future[FinishReason] = Future()
-        self.future.set_running_or_notify_cancel()  # so Future.cancel() is refused: it would end before the step does
+        self.future.set_running_or_notify_cancel()  # so that Future.cancel() is refused: it would end too early
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
@@ -76,11 +75,11 @@ class BatchMember:
         self._cancelled.set()
 
     def result(self, timeout_s: float | None = None) -> FinishReason:
-        """Wait for the end; raises what ended the member, CancelledError, or TimeoutError."""
+        """Wait for the end and return the reason. Raises what ended the member, CancelledError, or TimeoutError."""
         return self.future.result(timeout_s)
 
     def is_over(self) -> bool:
-        """End the member if it was cancelled; True when it takes no more steps."""
+        """End the member if it was cancelled; return True when it takes no more steps."""
         if self._cancelled.is_set():
             self.fail(CancelledError("cancelled"))
         return self.future.done()
@@ -117,7 +116,7 @@ class _Place:
     row: Row | None = None
 
     def stays(self) -> bool:
-        """Whether another step is wanted: the token under way is not the last."""
+        """Return whether another step is needed: the token under way is not the last."""
         return not self.member.is_over() and self.member.answer.missing > (self.row is not None)
 
 
@@ -165,7 +164,7 @@ class Batch:
         self._places.append(_Place(member, sampler, mx.array([member.answer.request.first.id])))
 
     def step(self) -> None:
-        """Start the step of all members that want one, then report the tokens of the step before.
+        """Start the step of all members that need one, then report the tokens of the step before.
 
         As in mlx-lm the device computes while tokens go out.
         """
@@ -220,7 +219,7 @@ class BatchJob:
         self._lock = threading.Lock()
         self._arrived: list[BatchMember] = []
         self._is_running = False
-        # From here on the MLX thread's own.
+        # The rest belongs to the MLX thread.
         self._waiting: deque[BatchMember] = deque()
         self._batches: list[Batch] = []
         self._steps = self._joined = self._largest = 0
@@ -234,7 +233,7 @@ class BatchJob:
             self._thread.submit(self._turns).future.add_done_callback(self._stopped)
 
     def counts(self) -> dict[str, int]:
-        """Count those who are here; read without a lock, so of one moment only roughly."""
+        """Count the members, without a lock, so only roughly of one moment."""
         return {
             "members": sum(len(batch) for batch in list(self._batches)),
             "waiting": len(self._waiting) + len(self._arrived),
@@ -242,7 +241,7 @@ class BatchJob:
         }
 
     def totals(self) -> dict[str, int]:
-        """Count the steps and those who joined, and the members of the largest batch, since the start."""
+        """Count the steps, the members that joined, and those of the largest batch, since the start."""
         return {"joined": self._joined, "largest": self._largest, "steps": self._steps}
 
     def _turns(self) -> Turns[None]:
@@ -257,7 +256,7 @@ class BatchJob:
             yield
 
     def _greet(self) -> bool:
-        """Report the first tokens of those who came; False, and then the job is over, when nobody is left."""
+        """Report the first tokens of new members; return False, and then the job is over, when no member is left."""
         with self._lock:
             arrived, self._arrived = self._arrived, []
             self._is_running = bool(arrived or self._waiting or self._batches)
@@ -268,7 +267,7 @@ class BatchJob:
         return self._is_running
 
     def _admit(self) -> None:
-        """Let the first who waits join the batch that fits best, if there is a place."""
+        """Put the first waiting member into the batch that fits best, if there is a place."""
         if not self._waiting or sum(len(batch) for batch in self._batches) >= self._size:
             return
         member = self._waiting.popleft()
@@ -289,7 +288,7 @@ class BatchJob:
         return min(fitting, key=lambda one: one[0])[1] if fitting else None
 
     def _stopped(self, job: Future[None]) -> None:
-        """End every member with the job's error, if it has one; it ends well only when nobody is left."""
+        """End every member with the job's error, if it has one; it ends well only when no member is left."""
         error = job.exception()
         if error is None:
             return

@@ -22,7 +22,7 @@ from pdplane.errors import ConfigError, InternalError
 
 
 class MlxDecodeEngine(MlxEngine):
-    """Continues sequences: together in a batch where that can be, else each alone, a token a turn.
+    """Continues sequences: together in a batch where possible, else each alone, a token a turn.
 
     Alone, and in a batch of one, a sequence has the bits of one mlx-lm process; in a larger batch the ids are the same
     but for near ties, and the bits depend on the cache and the BLAS. Sequences run alone under `exact`, on a model that
@@ -48,7 +48,7 @@ class MlxDecodeEngine(MlxEngine):
 
     @property
     def concurrency(self) -> int:
-        """How many sequences to run at once. A batch lets more wait; sequences that run alone are not held back."""
+        """How many sequences to run at once. A batch makes more wait; sequences that run alone do not wait."""
         return self.options.decode_concurrency
 
     def counts(self) -> Mapping[str, int | Mapping[str, int]]:
@@ -59,7 +59,7 @@ class MlxDecodeEngine(MlxEngine):
         return {**self._batch.counts(), "alone": self._alone, "totals": totals}
 
     def cache_nbytes(self, tokens: int) -> int:
-        """Bytes of one sequence's caches at that many tokens; padding in a batch at most doubles them."""
+        """Return the bytes of one sequence's caches at that many tokens; padding in a batch at most doubles them."""
         return sum(leaf_nbytes(leaf, tokens) for leaf in self.opened.leaves)
 
     def assemble(self, prompt_len: int, blocks: Blocks) -> Assembly:
@@ -123,7 +123,7 @@ class MlxDecodeEngine(MlxEngine):
         return why_alone(forward.caches)
 
     def _limit(self, request: EngineDecodeRequest) -> int:
-        """Tokens that the sequence may have: the last one is never run, so the context may be passed by one."""
+        """Return how many tokens the sequence may have: one beyond the context, since the last one is never run."""
         context = self.context_length
         return request.max_tokens if context is None else min(request.max_tokens, context - len(request.prompt) + 1)
 
@@ -138,7 +138,7 @@ class MlxDecodeEngine(MlxEngine):
 
 
 def _turns(answer: Answer) -> Turns[FinishReason]:
-    """One sequence by itself, a token a turn."""
+    """Run one sequence by itself, a token a turn; return the reason of its end."""
     reason = answer.begin()
     if reason is not None:
         return reason
@@ -146,7 +146,7 @@ def _turns(answer: Answer) -> Turns[FinishReason]:
     yield
     row = _step(forward, sampler, mx.array(answer.request.first.id))
     while True:
-        # The next step is queued before this one's token is read, as mlx-lm does: the device never waits for us.
+        # The next step is queued before this one's token is read, as mlx-lm does, so that the device need not wait.
         ahead = _step(forward, sampler, row.token) if answer.missing > 1 else None
         reason = answer.add(row.read(keep_row=answer.keep_rows))
         if reason is not None or ahead is None:

@@ -44,7 +44,7 @@ class Model:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """The number that all token ids are below."""
         return self._number("vocab_size") or self.tokenizer.vocab_size
 
     def _number(self, key: str) -> int | None:
@@ -62,8 +62,8 @@ Prepare = Callable[[Model], None]
 def load_model(name: str, *, seed: int = 0, progress: Progress = no_progress, prepare: Prepare | None = None) -> Model:
     """Load a directory, hub id, `.gguf` file, `smollm2`, `smollm2-f32` or `tiny:FAMILY[-f32|-bf16|-q4]`.
 
-    `prepare` is called with the model before its weights are read: what it takes out of the network never is. Raises
-    ConfigError with one line that says what is wrong.
+    `prepare` is called with the model before its weights are read; what it removes from the network is never read.
+    Raises ConfigError with one line that says what is wrong.
     """
     if name.startswith(TINY):
         tiny = build_tiny(name.removeprefix(TINY), seed)
@@ -75,7 +75,7 @@ def load_model(name: str, *, seed: int = 0, progress: Progress = no_progress, pr
 
 
 def model_folder(name: str, progress: Progress = no_progress) -> Path:
-    """The folder of a model that is not a tiny one, fetched or converted first where that is needed.
+    """Return the folder of a model that is not a tiny one, fetched or converted first where that is needed.
 
     Raises ConfigError.
     """
@@ -92,7 +92,7 @@ def model_folder(name: str, progress: Progress = no_progress) -> Path:
 
 
 def load_tokenizer(name: str, *, progress: Progress = no_progress) -> MlxTokenizer:
-    """A model's tokenizer without its weights. Raises ConfigError."""
+    """Return a model's tokenizer without its weights. Raises ConfigError."""
     if name.startswith(TINY):
         return build_tiny(name.removeprefix(TINY)).tokenizer
     folder = model_folder(name, progress)

@@ -17,7 +17,7 @@ KV_GROUP_SIZES = (32, 64, 128)
 
 
 def no_progress(name: str, done: int, total: int) -> None:
-    """Take no notice."""
+    """Ignore the progress."""
 
 
 @attrs.frozen
@@ -38,7 +38,7 @@ class EngineOptions:
     page_layout: str = "hnd"
     """`hnd`: head-major pages of every cache, bit for bit; `nhd`: token-major pages, as legacy engines publish."""
     layerwise_interval: int = 1
-    """Layers whose pages prefill gives away together while it computes the next ones; 0: all of them at the end."""
+    """Layers whose pages prefill sends together while it computes the next ones; 0: all of them at the end."""
 
     exact: bool = False
     """Bits before speed: decode runs each sequence alone, in turns, and its bits are those of one mlx-lm process."""
@@ -47,7 +47,7 @@ class EngineOptions:
     """How many sequences take steps together in decode's batch; the others wait with their first token."""
 
     assemble_ahead_bytes: int = 1 << 20
-    """Decode copies what has landed once it is so much; what is less is left for the end, where it takes a moment."""
+    """Decode copies what has landed once it is this much; less is left for the end, where it takes a moment."""
 
     def __attrs_post_init__(self) -> None:
         if self.page_layout not in PAGE_LAYOUTS:

@@ -64,11 +64,11 @@ class Pages:
                 raise ConfigError(f"a block of group {group_id!r} lies outside 1..{self._last[group_id]}")
 
     def first_field(self, leaf: Leaf) -> FieldId:
-        """A field of the leaf's; all of them belong to one step of the layout."""
+        """Return one field of the leaf; all of its fields belong to one step of the layout."""
         return field_id(leaf, carried(leaf)[0])
 
     def bits(self, leaf: Leaf, cache: Cache) -> Bits:
-        """The cache's tensors that have bytes, not computed yet."""
+        """Return the cache's tensors that have bytes, not computed yet."""
         tensors = leaf.kind.take(cache)
         return {tensor.name: bits_later(tensors[tensor.name]) for tensor in carried(leaf)}
 
@@ -80,7 +80,7 @@ class Pages:
             self._cut_state(leaf, cache, blocks, rows.stop)
 
     def cut_history(self, leaf: Leaf, bits: Bits, blocks: Blocks, rows: range) -> None:
-        """Copy some rows of a history's tensors into its blocks, as in `cut_rows`; waits until they are computed."""
+        """Copy some rows of a history's tensors into its blocks, as in `cut_rows`, once they are computed."""
         for name, pages in self.history(leaf).items():
             cut_rows(numbers_of(bits[name])[0], pages, blocks[self.history_group], rows)
 
@@ -93,11 +93,11 @@ class Pages:
             pages[blocks[STATE][0] - 1] = bits_of(tensors[tensor.name]).reshape(tensor.shape)
 
     def history(self, leaf: Leaf) -> Mapping[str, Numbers]:
-        """Pages of shape (blocks, heads, tokens, width) by tensor name."""
+        """Return pages of shape (blocks, heads, tokens, width) by tensor name."""
         return {tensor.name: self._views[field_id(leaf, tensor)] for tensor in carried(leaf)}
 
     def history_fields(self, leaf: Leaf) -> Mapping[FieldId, tuple[str, ...]]:
-        """The fields of a history, and the tensors that lie in each of them."""
+        """Return the fields of a history, and the tensors that lie in each of them."""
         return {field_id(leaf, tensor): (tensor.name,) for tensor in carried(leaf)}
 
     def assemble(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
@@ -125,13 +125,13 @@ class Pages:
 
 
 def leaf_nbytes(leaf: Leaf, length: int) -> int:
-    """Bytes of one cache at that many tokens, with the rows that it keeps in reserve."""
+    """Return the bytes of one cache at that many tokens, with the rows that it keeps in reserve."""
     rows = -(-length // _STEP) * _STEP if leaf.kind.is_history else 1
     return sum(rows * math.prod(tensor.shape) * tensor.dtype.size for tensor in leaf.tensors)
 
 
 def reserve(leaf: Leaf, length: int) -> dict[str, Buffer]:
-    """Zeroed memory for a history of `length` tokens, with rows in reserve: without them MLX copies it at once."""
+    """Return zeroed memory for a history of `length` tokens; without rows in reserve MLX would copy it at once."""
     return {
         tensor.name: Buffer((1, heads, -(-(length + _RESERVE) // _STEP) * _STEP, width), tensor.dtype)
         for tensor in leaf.tensors
@@ -140,7 +140,7 @@ def reserve(leaf: Leaf, length: int) -> dict[str, Buffer]:
 
 
 def give_history(leaf: Leaf, cache: Cache, buffers: Mapping[str, Buffer], length: int) -> None:
-    """Make the filled buffers a fresh cache's own."""
+    """Give the filled buffers to a new cache."""
     leaf.kind.give(cache, {name: buffer.take() for name, buffer in buffers.items()}, length)
 
 
@@ -162,7 +162,7 @@ def cut_rows(source: Numbers, pages: Numbers, blocks: Sequence[int], rows: range
 
 
 def join_rows(pages: Numbers, target: Numbers, ids: Numbers, slots: Numbers, length: int) -> None:
-    """The way back of `cut_rows` for some slots, ascending, of the blocks `ids`; nothing beyond `length` rows."""
+    """Copy pages back into rows, the reverse of `cut_rows`, for some slots, ascending; none beyond `length` rows."""
     step = pages.shape[2]
     whole = length // step
     for run in _runs(ids[slots], slots) if len(slots) else ():
@@ -175,7 +175,7 @@ def join_rows(pages: Numbers, target: Numbers, ids: Numbers, slots: Numbers, len
 
 
 def view_pages(layout: Layout, arena: Arena, name: FieldId, dtype: mx.Dtype) -> Numbers:
-    """All pages of a field but the null one, shape (blocks, *field shape), in the arena's memory."""
+    """Return all pages of a field but the null one, shape (blocks, *field shape), in the arena's memory."""
     field = layout.field(name)
     first = int(layout.page_offsets(field.field_id, np.array([1], dtype=np.uint64))[0])
     count = layout.group(field.group_id).page_count - 1
@@ -190,7 +190,7 @@ def view_pages(layout: Layout, arena: Arena, name: FieldId, dtype: mx.Dtype) -> 
 
 
 def _paged(rows: Numbers, count: int) -> Numbers:
-    """(heads, count * tokens, width) as (heads, count, tokens, width), sharing memory."""
+    """Return a view of (heads, count * tokens, width) as (heads, count, tokens, width)."""
     heads, total, width = rows.shape
     by_head, by_row, by_element = rows.strides
     tokens = total // count
@@ -199,7 +199,7 @@ def _paged(rows: Numbers, count: int) -> Numbers:
 
 
 def _runs(ids: Numbers, slots: Numbers) -> Iterator[_Run]:
-    """Neighbours by id and by slot together."""
+    """Yield runs of blocks that are neighbours by id and by slot."""
     starts = [0]
     if len(ids) > 1:
         starts += (np.flatnonzero((np.diff(ids) != 1) | (np.diff(slots) != 1)) + 1).tolist()
@@ -207,11 +207,11 @@ def _runs(ids: Numbers, slots: Numbers) -> Iterator[_Run]:
         yield _Run(int(slots[start]), int(ids[start]) - 1, end - start)
 
 
-# ---- A sequence's caches on their way out of the arena: filled page by page while the rest is still being written
+# ---- A sequence's caches, filled page by page while the rest is still being written into the arena
 #
-# Whatever has landed is copied ahead of the room's end, so that little is left to do then. The copies are work ahead
-# only: no cache exists before `finish`, and a room that fails drops them. Transport threads say what has landed; every
-# copy is made on the MLX thread, in turns that other sequences share.
+# Pages that have landed are copied before the room's end, so that little is left to do then. The copies are work ahead
+# only: no cache exists before `finish`, and a room that fails drops them. Transport threads report what has landed;
+# every copy is made on the MLX thread, in turns that other sequences share.
 
 
 _TURN_BYTES = 4 << 20  # about a millisecond of copying, between two tokens of other sequences
@@ -240,7 +240,9 @@ class Assembly:
         length: int,
         ahead_bytes: int,
     ) -> None:
-        self._ahead_bytes = ahead_bytes  # a prompt's last block is less: a turn for it would only delay the room's end
+        self._ahead_bytes = (
+            ahead_bytes  # a prompt's last block is less, and a turn for it would only delay the room's end
+        )
         self._thread, self._pages, self._layout, self._leaves = thread, pages, layout, leaves
         self._blocks, self._length = blocks, length
         self._ids = np.asarray(blocks.get(pages.history_group, ()), np.int64)
@@ -258,7 +260,7 @@ class Assembly:
         self._busy = self._over = False
 
     def landed(self, offsets: U64, lengths: U64) -> None:
-        """These runs of the arena are final, unless the room fails: copy the pages that they complete."""
+        """Copy the pages that these runs complete; they are final unless the room fails."""
         with self._lock:
             if self._over:
                 return
@@ -270,13 +272,13 @@ class Assembly:
         self._thread.submit(self._turns)
 
     def drop(self) -> None:
-        """The room failed: copy no more; harmless at any time."""
+        """Copy no more, since the room failed; harmless at any time."""
         with self._lock:
             self._over = True
             self._landed.clear()
 
     def finish(self, caches: list[Cache]) -> None:
-        """Every page is final: fill fresh caches with all of it. Once, on the MLX thread.
+        """Fill fresh caches, since every page is final. Once, on the MLX thread.
 
         Raises ValueError when a state's own indices do not fit the prompt.
         """

@@ -1,6 +1,6 @@
-"""One answer of a chat taken apart as it grows: what is said, what is thought, which tools are called.
+"""The parts of a chat's answer as it grows: content, thoughts and calls of tools.
 
-mlx-lm knows each model's marks and how its calls are written; here they meet the text of one answer.
+mlx-lm knows each model's marks and how its calls are written; here they are applied to the text of one answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tools: TypeAlias = Sequence[Mapping[str, object]]
 _machine: Any = TextStateMachine
 _make_machine: Callable[[Any], Any] = make_text_state_machine
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, SyntaxError, RecursionError, MemoryError)
-"""What mlx-lm's parsers raise for a call that a model wrote badly."""
+"""The errors of mlx-lm's parsers for a call that a model wrote wrongly."""
 
 
 @attrs.frozen
@@ -36,7 +36,7 @@ class _WithoutTools:
 
     @property
     def response_transitions(self) -> dict[str, list[tuple[str, str]]]:
-        """The format's own, but none that leads to a call."""
+        """The format's transitions, except those that lead to a call."""
         found = self.wrapper.response_transitions
         return {state: [edge for edge in edges if edge[1] != "tool"] for state, edges in found.items()}
 
@@ -45,7 +45,7 @@ class _WithoutTools:
 
 
 class MlxSpeech:
-    """Splits the text of one answer; `prompt` tells whether it begins with a thought."""
+    """Splits the text of one answer; the end of `prompt` shows whether it begins with a thought."""
 
     def __init__(self, wrapper: Wrapper, prompt: Sequence[int], tools: Tools | None) -> None:
         self._wrapper, self._tools = wrapper, tools
@@ -55,12 +55,12 @@ class MlxSpeech:
         self._numbers: set[str] = set()
 
     def add(self, text: str) -> Said:
-        """Take a piece of the text; gives what is certain by now."""
+        """Take a piece of the text; return the parts that are certain by now."""
         self._state, segments = _machine.split(self._state, text)
         return join_said(self._sort(segments))
 
     def finish(self) -> Said:
-        """What was held back; a call without its closing mark counts when it can be read."""
+        """Return the parts that were held back; a call without its closing mark counts when it can be read."""
         self._state, text, state = _machine.flush(self._state)
         said = list(self._sort([(state, text)]))
         if self._call is not None:
@@ -102,7 +102,7 @@ class MlxSpeech:
 
 
 def _first_state(wrapper: Wrapper, prompt: Sequence[int]) -> str:
-    """Whether the prompt's end has opened a thought, as mlx-lm's server finds out."""
+    """Return whether the prompt ends inside a thought, by the rule of mlx-lm's server."""
     if wrapper.response_initial_state:
         return str(wrapper.response_initial_state)
     if wrapper.has_thinking and wrapper.rfind_think_start(prompt) > wrapper.rfind_think_end(prompt):

@@ -19,7 +19,7 @@ _NO_SETTINGS = {
     "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
-"""What the renderer is told by us: no variables of the template."""
+"""Arguments of the renderer itself, which are no variables of the template."""
 
 
 class MlxTokenizer:
@@ -33,7 +33,7 @@ class MlxTokenizer:
         self._special = frozenset(special)
         self._unmarked = frozenset(token for token, text in special.items() if not any(text in mark for mark in marks))
         self._spelling = spelling(self._inner)
-        self.encode("")  # the first call may change the core, which no reader's thread then sees changing
+        self.encode("")  # the first call may change the core, so it comes before other threads read it
 
     @property
     def vocab_size(self) -> int:
@@ -52,7 +52,7 @@ class MlxTokenizer:
         return hashlib.sha256(told.encode()).hexdigest()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the model's own BOS rule unless `special_tokens` is off.
+        """Return token ids of a text, with the model's own BOS rule unless `special_tokens` is off.
 
         As in mlx-lm, a text that begins with the BOS token's text gets no second one.
         """
@@ -62,7 +62,7 @@ class MlxTokenizer:
             return [int(token) for token in self._inner.encode(text, add_special_tokens=special)]
 
     def decode(self, tokens: Sequence[int], *, marks: bool = False) -> str:
-        """The text of some token ids without special tokens; `marks` keeps those that a `Speech` looks for."""
+        """Return the text of some token ids without special tokens; `marks` keeps those that a `Speech` looks for."""
         hidden = self._unmarked if marks else self._special
         shown = [token for token in tokens if token not in hidden]
         return str(self._inner.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -75,7 +75,7 @@ class MlxTokenizer:
         settings: Mapping[str, Any] | None = None,
         roles: Mapping[str, str] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, ending where the assistant's answer begins.
+        """Return token ids of a conversation, ending where the assistant's answer begins.
 
         A model without a chat template gets mlx-lm's plain form, with `roles` in place of its names. Raises
         ConfigError for what the template refuses or would not read.
@@ -99,25 +99,25 @@ class MlxTokenizer:
         return self.encode(text, special_tokens=False)
 
     def detokenizer(self, *, marks: bool = False) -> MlxDetokenizer:
-        """A fresh incremental decoder for one sequence."""
+        """Return an incremental decoder for one new sequence."""
         return MlxDetokenizer(partial(self.decode, marks=marks))
 
     def spell(self, token: int) -> bytes:
-        """The bytes that a token stands for, special ones by their names."""
+        """Return the bytes that a token stands for, special ones by their names."""
         return self._spelling(token)
 
     def speech(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] | None) -> MlxSpeech:
-        """Takes the answer to this prompt apart; it calls no tools but these."""
+        """Return what takes the answer to this prompt apart; it may call these tools only."""
         return MlxSpeech(self._wrapper, prompt, tools)
 
     @property
     def _template(self) -> str:
-        """The template's text; empty when a program stands in its place."""
+        """The template's text; empty when a program replaces it."""
         return str(self._inner.chat_template or "") if self._wrapper._chat_template is None else ""
 
 
 def _marks(wrapper: Wrapper) -> Iterator[str]:
-    """Every text by which a model says that it thinks or calls a tool."""
+    """Yield every text by which a model says that it thinks or calls a tool."""
     for mark in (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end):
         if mark:
             yield mark
@@ -127,7 +127,7 @@ def _marks(wrapper: Wrapper) -> Iterator[str]:
 
 
 def _as_known(message: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """OpenAI's newer name for the system is known to few templates."""
+    """Return the message under a role that the template knows: few know OpenAI's newer name for the system."""
     if message.get("role") == "developer" and template and "developer" not in template:
         return {**message, "role": "system"}
     return dict(message)
@@ -147,7 +147,7 @@ class MlxDetokenizer:
         self._told = 0  # the text of the tokens before this one has been returned
 
     def add(self, token: int) -> str:
-        """The text that this token completes; often empty in the middle of a character."""
+        """Return the text that this token completes; often empty in the middle of a character."""
         self._tokens.append(token)
         piece = self._pending()
         if not piece or piece.endswith(_INCOMPLETE):
@@ -156,7 +156,7 @@ class MlxDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """What is left at the end of the sequence, incomplete characters as U+FFFD."""
+        """Return the text that is left at the end of the sequence, incomplete characters as U+FFFD."""
         piece = self._pending()
         self._context = self._told = len(self._tokens)
         return piece

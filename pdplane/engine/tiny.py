@@ -97,7 +97,7 @@ class Tiny:
 def build_tiny(name: str, seed: int = 0) -> Tiny:
     """Build `FAMILY`, `FAMILY-f32`, `FAMILY-bf16` or `FAMILY-q4` on the MLX thread; `@N` behind it gives it N layers.
 
-    Raises ConfigError that lists the families.
+    Raises ConfigError, which lists the families.
     """
     kind, _, layers = name.partition("@")
     family, _, weights = kind.partition("-")

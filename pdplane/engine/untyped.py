@@ -1,4 +1,4 @@
-"""What mlx, mlx-lm and transformers leave without types, given types in this one place."""
+"""Calls of mlx, mlx-lm and transformers that have no types there, with types."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ _bytes_of_letters: Any = _byte_decoder
 _BAD_CONVERSATION = (
     TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
-"""What templates raise on purpose, and by messages that they were not made for."""
+"""The errors of templates: raised on purpose, or by messages that they were not made for."""
 
 
 def make_network(model_type: str, config: Mapping[str, object]) -> Network:
-    """A fresh network of one of mlx-lm's families."""
+    """Return a new network of one of mlx-lm's families."""
     family: Any = importlib.import_module(f"mlx_lm.models.{model_type}")
     return family.Model(family.ModelArgs.from_dict(dict(config)))
 
 
 def parameters(network: Network) -> Iterator[tuple[str, mx.array]]:
-    """Every weight by its dotted name."""
+    """Yield every weight by its dotted name."""
     yield from _utils.tree_flatten(network.parameters())
 
 
 def replace_parameters(network: Network, replace: Callable[[str, mx.array], mx.array]) -> None:
-    """Put `replace(name, weight)` in the place of every weight."""
+    """Replace every weight by `replace(name, weight)`."""
     network.update(_utils.tree_map_with_path(replace, network.parameters()))
 
 
 def quantise_network(network: Network, *, group_size: int, bits: int) -> None:
-    """Quantise every layer that can be; raises ValueError when a width does not divide."""
+    """Quantise every layer that can be. Raises ValueError when a width does not divide."""
     _nn.quantize(network, group_size=group_size, bits=bits)
 
 
 def load_folder(folder: Path, *, lazy: bool = False) -> tuple[Network, Any, dict[str, Any]]:
-    """mlx-lm's loader: the network, its tokenizer wrapper and the config; raises what it finds wrong.
+    """Load with mlx-lm; return the network, its tokenizer wrapper and the config. Raises what mlx-lm raises.
 
     `lazy` leaves the weights in their files until they are first used.
     """
@@ -75,12 +75,12 @@ def load_folder(folder: Path, *, lazy: bool = False) -> tuple[Network, Any, dict
 
 
 def load_folder_tokenizer(folder: Path) -> Wrapper:
-    """mlx-lm's tokenizer wrapper alone; raises what it finds wrong."""
+    """Return mlx-lm's tokenizer wrapper alone. Raises what mlx-lm raises."""
     return _load_tokenizer(folder)
 
 
 def wrap_tokenizer(inner: HuggingFaceTokenizer, eos_ids: Sequence[int]) -> Wrapper:
-    """mlx-lm's wrapper around a tokenizer that comes from no folder."""
+    """Return mlx-lm's wrapper around a tokenizer that comes from no folder."""
     return _wrapper(inner, eos_token_ids=list(eos_ids))
 
 
@@ -90,7 +90,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None,
     settings: Mapping[str, Any],
 ) -> str:
-    """A conversation as the model's template writes it, up to the next answer. Raises ConfigError."""
+    """Return a conversation as the model's template writes it, up to the next answer. Raises ConfigError."""
     given = {"tools": list(tools) if tools else None, **settings}
     try:
         return str(wrapper.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given))
@@ -100,7 +100,7 @@ def render_chat(
 
 
 def plain_chat(messages: Sequence[Mapping[str, Any]], roles: Mapping[str, str] | None) -> str:
-    """A conversation as mlx-lm's server writes it for a model without a template."""
+    """Return a conversation as mlx-lm's server writes it for a model without a template."""
     from mlx_lm.server import convert_chat  # two seconds, for few models
 
     convert: Any = convert_chat
@@ -108,12 +108,12 @@ def plain_chat(messages: Sequence[Mapping[str, Any]], roles: Mapping[str, str] |
 
 
 def special_tokens(inner: HuggingFaceTokenizer) -> dict[int, str]:
-    """Tokens that mark places and are no text, by id."""
+    """Return tokens that mark places and are no text, by id."""
     return {int(token): str(added.content) for token, added in inner.added_tokens_decoder.items() if added.special}
 
 
 def spelling(inner: HuggingFaceTokenizer) -> Callable[[int], bytes]:
-    """How this vocabulary spells its tokens in bytes: by letters for bytes, or as SentencePiece does."""
+    """Return how this vocabulary spells its tokens in bytes: by letters for bytes, or as SentencePiece does."""
     added = {int(token): str(found.content).encode() for token, found in inner.added_tokens_decoder.items()}
     decoder = getattr(getattr(inner, "backend_tokenizer", None), "decoder", None)
     letters: Mapping[str, int] = _bytes_of_letters() if decoder and b"ByteLevel" in decoder.__getstate__() else {}
@@ -123,7 +123,7 @@ def spelling(inner: HuggingFaceTokenizer) -> Callable[[int], bytes]:
             return added[token]
         piece = inner.convert_ids_to_tokens(token)
         if not isinstance(piece, str):
-            return b""  # the model has more rows than the tokenizer words
+            return b""  # the model has more rows than the tokenizer has tokens
         if letters and all(letter in letters for letter in piece):
             return bytes(letters[letter] for letter in piece)
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):
@@ -134,7 +134,7 @@ def spelling(inner: HuggingFaceTokenizer) -> Callable[[int], bytes]:
 
 
 def load_gguf(file: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """Tensors and metadata of a GGUF file; raises RuntimeError or ValueError when it is damaged."""
+    """Return tensors and metadata of a GGUF file. Raises RuntimeError or ValueError when it is damaged."""
     tensors, metadata = _mx.load(str(file), format="gguf", return_metadata=True)
     return tensors, metadata
 
@@ -146,7 +146,7 @@ def evaluate_later(*arrays: mx.array) -> None:
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Let mlx-lm's compiled functions run as they are written, with the same result.
+    """Run mlx-lm's compiled functions without compiling them, with the same result.
 
     A compiled function makes a new kernel for each new value of its numbers (a temperature, a bound): on the CPU that
     takes a C++ compiler seconds, during which no sequence gets a token.
@@ -162,12 +162,12 @@ def uncompiled() -> Iterator[None]:
 
 
 def queue_depth() -> int:
-    """How many parts of a graph this device works on without its caller: 2 on a GPU, 1 on the CPU."""
+    """Return how many parts of a graph this device works on without its caller: 2 on a GPU, 1 on the CPU."""
     return 1 if _mx.default_device().type == _mx.DeviceType.cpu else 2
 
 
 def number(array: mx.array) -> int | float:
-    """The value of a scalar array; waits for it."""
+    """Wait for a scalar array and return its value."""
     value = array.item()
     if isinstance(value, complex):
         raise TypeError("a complex scalar")
@@ -175,7 +175,7 @@ def number(array: mx.array) -> int | float:
 
 
 def numbers_in(array: mx.array) -> list[float]:
-    """The values of an array of one axis; waits for it."""
+    """Wait for an array of one axis and return its values."""
     values = array.tolist()
     if not isinstance(values, list):
         raise TypeError("a scalar")
