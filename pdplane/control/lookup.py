@@ -107,7 +107,7 @@ async def _one_exchange(
 
 
 def _host_header(url: URL) -> str:
-    """The Host header that aiohttp sends."""
+    """Return the Host header that aiohttp sends."""
     return (url.host_port_subcomponent or "").rstrip(".")
 
 

@@ -202,7 +202,7 @@ def merged_copies(source: U64, destination: U64, length: U64) -> Copies:
 
 
 def _merged_few(rows: list[tuple[int, int, int]]) -> Copies:
-    """As above, on lists."""
+    """Return the same as `merged_copies`, computed on lists."""
     copies, other = sorted(rows, key=itemgetter(1)), sorted(rows, key=itemgetter(0))
     overlapping = any(one[1] + one[2] > next_one[1] for one, next_one in pairwise(copies))
     if not overlapping and _breaks(other) <= _breaks(copies):

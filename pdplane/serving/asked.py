@@ -134,7 +134,7 @@ def spread(meetings: Sequence[Meeting], count: int) -> list[Meeting]:
     """
     share, rest = divmod(count, len(meetings)) if meetings else (0, 1)
     if rest or not share:
-        raise BadField(f"bootstrap_room: {len(meetings)} rooms cannot be had for {count} answers", "bootstrap_room")
+        raise BadField(f"bootstrap_room: {len(meetings)} rooms do not fit {count} answers", "bootstrap_room")
     return [
         attrs.evolve(meeting, room=derived_room(meeting.room, index)) for meeting in meetings for index in range(share)
     ]

@@ -353,7 +353,7 @@ class ToyTokenizer:
         settings: Mapping[str, Any] | None = None,
         roles: Mapping[str, str] | None = None,
     ) -> list[int]:
-        """Role and content of each message on a line of its own, then the assistant's beginning; the rest as JSON."""
+        """Return each message's role and content on a line, the rest as JSON, then the assistant's beginning."""
         lines = [
             f"{name}: {json.dumps(value)}\n" for name, value in (("tools", tools), ("settings", settings)) if value
         ]
@@ -364,15 +364,15 @@ class ToyTokenizer:
         return self.encode("".join(lines) + "assistant: ")
 
     def detokenizer(self, *, marks: bool = False) -> ToyDetokenizer:
-        """A fresh one for one sequence; it has no marks."""
+        """Return a detokenizer for one new sequence; it has no marks."""
         return ToyDetokenizer()
 
     def spell(self, token: int) -> bytes:
-        """The byte."""
+        """Return the token's byte."""
         return bytes([token & 0xFF])
 
     def speech(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] | None) -> ToySpeech:
-        """The toy says everything aloud and calls nothing."""
+        """Return what takes an answer apart: all of it is content."""
         return ToySpeech()
 
 
@@ -380,11 +380,11 @@ class ToySpeech:
     """A text as it is."""
 
     def add(self, text: str) -> Said:
-        """All of it is content."""
+        """Return the piece as content."""
         return Said(text)
 
     def finish(self) -> Said:
-        """Nothing was held back."""
+        """Return nothing, since nothing was held back."""
         return Said()
 
 
