@@ -16,16 +16,13 @@ from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint, GroupId, Room
 from pdplane.kv.arena import Arena
 from pdplane.kv.layout import U64, Layout
+from pdplane.messages import MAX_TOP_LOGPROBS as MAX_TOP_LOGPROBS
 from pdplane.messages import Fingerprint
+from pdplane.messages import TopLogprobs as TopLogprobs
 
 T = TypeVar("T")
 
 FinishReason = Literal["stop", "length"]
-
-TopLogprobs = tuple[tuple[int, float], ...]
-"""The likeliest tokens at one place of an answer and their natural logprobs, the likeliest first."""
-
-MAX_TOP_LOGPROBS = 20
 
 _LARGEST = 3.0e38  # what a float32 holds
 _SAMPLING_BOUNDS: Mapping[str, tuple[float, float]] = {

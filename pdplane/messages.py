@@ -74,11 +74,18 @@ class StatusCode(enum.Enum):
 NO_TOKEN = -1  # what stands in a status for a first token that there is not
 
 
+TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one place of an answer and their natural logprobs, the likeliest first."""
+
+MAX_TOP_LOGPROBS = 20
+
+
 @attrs.frozen
 class Status:
     """A prefill rank's report on a room.
 
-    `logprob` is the first token's, as the 8 little-endian bytes of the wire, so that NaN bits survive.
+    `logprob` is the first token's, as the 8 little-endian bytes of the wire, so that NaN bits survive. `top` has no
+    frame: a native peer says it in the `window` before the status.
     """
 
     room: Room
@@ -88,6 +95,7 @@ class Status:
     candidates: tuple[int, ...] | None = None
     cached_tokens: int = 0
     logprob: bytes | None = None
+    top: TopLogprobs = ()
 
     @property
     def first_logprob(self) -> float | None:
@@ -137,11 +145,15 @@ class Refused:
 
 @attrs.frozen
 class Window:
-    """Goes before each pre-allocation: the generation of the room's blocks and the hash of the prompt's tokens."""
+    """Goes before each pre-allocation: the generation of the room's blocks and the hash of the prompt's tokens.
+
+    Prefill sends it before a status, with the likeliest first tokens if they are wanted.
+    """
 
     room: Room
     generation: Generation
     prompt_hash: str
+    top: TopLogprobs = ()
 
     def names(self, room: Room, generation: Generation) -> bool:
         return (self.room, self.generation) == (room, generation)

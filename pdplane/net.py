@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import select
 import socket
@@ -295,6 +296,12 @@ class JsonValue:
             self.refuse(f"must be a whole number of {low}..{high}")
         return self.json
 
+    def number(self) -> float:
+        """Return a finite number; a bool is none."""
+        if isinstance(self.json, bool) or not isinstance(self.json, int | float) or not _is_finite(self.json):
+            self.refuse("must be a finite number")
+        return float(self.json)
+
     def wholes(self, low: int = 0) -> tuple[int, ...]:
         """Return an array of integers of low..2**63-1, checked without a Python loop."""
         array = self.array()
@@ -315,6 +322,13 @@ class JsonValue:
         if not isinstance(self.json, dict):
             self.refuse("must be an object")
         return self.json
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def parse_json(data: bytes, name: str, limit: int) -> JsonValue:

@@ -7,6 +7,7 @@ else is running. Prefill makes the first draw and decode skips it.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
 
@@ -56,7 +57,8 @@ class Row:
         if self.top is None:
             return ()
         ids, values = (numbers_in(array) for array in self.top)
-        found = [(int(token), value) for token, value in zip(ids, values, strict=True)]
+        # A bias may exclude a token: its log-probability is no number that JSON knows.
+        found = [(int(token), value) for token, value in zip(ids, values, strict=True) if math.isfinite(value)]
         return tuple(sorted(found, key=lambda one: (-one[1], one[0])))
 
 

@@ -12,7 +12,7 @@ from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest
 from pdplane.kv.routes import RankRoute
 from pdplane.machine.events import Channel
-from pdplane.messages import Notice, Push, Registration, Status
+from pdplane.messages import Notice, Push, Registration, Status, TopLogprobs
 
 
 @attrs.frozen
@@ -200,6 +200,8 @@ class Delivered:
     logprob: float | None
     candidates: tuple[int, ...] | None
     cached_tokens: int
+    top: TopLogprobs = ()
+    """The likeliest first tokens, when prefill sent them."""
 
 
 @attrs.frozen

@@ -197,8 +197,10 @@ class DecodeMachine:
             return
         peer, link = known
         link.heard = turn.now
-        announced = link.announced(status.room)
-        generation = announced if event.generation is None else event.generation
+        generation = event.generation
+        if (window := link.announced(status.room)) is not None:
+            generation = window.generation if generation is None else generation
+            status = attrs.evolve(status, top=window.top)
         if status.prefill_rank != event.channel.prefill_rank:
             self._rejected["foreign_rank"] += 1
             return

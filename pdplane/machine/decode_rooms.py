@@ -83,7 +83,8 @@ class DecodeUse:
         token = next((s.first_token for s in statuses if s.first_token >= 0), None)
         logprob = next((s.first_logprob for s in statuses if s.logprob is not None), None)
         candidates = next((s.candidates for s in statuses if s.candidates), None)
-        return Delivered(token, logprob, candidates, max(s.cached_tokens for s in statuses))
+        top = next((s.top for s in statuses if s.top), ())
+        return Delivered(token, logprob, candidates, max(s.cached_tokens for s in statuses), top)
 
 
 # ---- A decode rank's rooms, and what follows from the states that they enter

@@ -15,7 +15,7 @@ from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.copies import Copies
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest
-from pdplane.messages import Landed, Notice, Registration, Route, Status, WriterCut
+from pdplane.messages import Landed, Notice, Registration, Route, Status, TopLogprobs, WriterCut
 
 _LEGACY = b"legacy "
 
@@ -166,6 +166,7 @@ class RoomFinished:
     logprob: bytes | None
     candidates: tuple[int, ...] | None
     cached_tokens: int
+    top: TopLogprobs = ()
 
 
 PrefillEvent: TypeAlias = (

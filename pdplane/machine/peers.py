@@ -11,7 +11,7 @@ from typing import TypeAlias
 import attrs
 
 from pdplane.errors import WireError
-from pdplane.ids import Endpoint, Generation, Life, Rank, Room
+from pdplane.ids import Endpoint, Life, Rank, Room
 from pdplane.kv.layout import Layout, compare_layouts
 from pdplane.kv.routes import RankRoute, contact_order, expected_prefill_ranks, plan_route
 from pdplane.machine.actions import Connect, DecodeAction, Disconnect, LookUp, Tell, Turn
@@ -35,10 +35,10 @@ class Link:
     registered: bool = False
     window: Window | None = None  # names the next status
 
-    def announced(self, room: Room) -> Generation | None:
-        """Take the generation that the notice before this status named; a notice serves the next status only."""
+    def announced(self, room: Room) -> Window | None:
+        """Take the notice that went before this room's status; a notice serves the next status only."""
         window, self.window = self.window, None
-        return window.generation if window is not None and window.room == room else None
+        return window if window is not None and window.room == room else None
 
 
 @attrs.define

@@ -398,7 +398,7 @@ class PrefillRooms:
             )
             identity = offer.session.identity
             if self._sessions.is_native(identity):  # a status carries no generation: this names the one it is for
-                turn.add(Send(identity, Window(room.room, offer.generation, "")))
+                turn.add(Send(identity, Window(room.room, offer.generation, "", finish.top)))
             turn.add(Send(identity, status))
         turn.add(Succeed(room.room, finish.ticket))
 

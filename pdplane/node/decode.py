@@ -185,7 +185,7 @@ class DecodeNode:
         return EngineDecodeRequest(
             leg.request.tokens,
             dict(leg.blocks or {}),
-            Token(first_token, logprob),
+            Token(first_token, logprob, delivered.top),
             leg.request.max_tokens,
             leg.stop_ids,
             leg.request.sampling,

@@ -189,7 +189,7 @@ class PrefillNode:
     def _succeed(self, leg: PrefillLeg, first: FirstToken) -> None:
         leg.first = first
         try:
-            leg.room.finish(first.token, first.logprob)
+            leg.room.finish(first.token, first.logprob, top=first.top)
         except PdplaneError as error:  # a token that no status can carry
             leg.cancel(f"prefill failed: {error}", error.cause)
 

@@ -22,7 +22,7 @@ from pdplane.kv.routes import dp_group
 from pdplane.machine import actions, events
 from pdplane.machine.prefill import PrefillMachine
 from pdplane.machine.settings import PrefillSettings
-from pdplane.messages import Fingerprint
+from pdplane.messages import Fingerprint, TopLogprobs
 from pdplane.plane import rooms as told
 from pdplane.plane.config import PrefillConfig, log_legacy
 from pdplane.plane.life import PlaneLife
@@ -99,10 +99,12 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         def push(copies: Mapping[SessionId, Copies]) -> None:
             self._post(events.PushRequested(number, ticket, copies))
 
-        def finish(token: int, logprob: float | None, candidates: Sequence[int] | None, cached: int) -> None:
+        def finish(
+            token: int, logprob: float | None, candidates: Sequence[int] | None, cached: int, top: TopLogprobs
+        ) -> None:
             bits = None if logprob is None else struct.pack("<d", logprob)
             chosen = tuple(candidates) if candidates else None
-            self._post(events.RoomFinished(number, ticket, token, bits, chosen, cached))
+            self._post(events.RoomFinished(number, ticket, token, bits, chosen, cached, top))
 
         def cancel(why: Why) -> None:
             self._post(events.RoomCancelled(number, ticket, why))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import threading
 from collections import deque
@@ -18,7 +19,7 @@ from pdplane.kv.copies import U64, Copies, plan_block_copies
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import check_chunk, chunk_positions
 from pdplane.machine.actions import Delivered, Destination
-from pdplane.messages import NO_TOKEN
+from pdplane.messages import MAX_TOP_LOGPROBS, NO_TOKEN, TopLogprobs
 
 T = TypeVar("T")
 
@@ -41,6 +42,12 @@ def _whole(value: SupportsIndex, name: str, low: int, high: int) -> int:
     if not low <= number <= high:
         raise LocalProtocolError(f"{name} is {number}, it must be {low}..{high}")
     return number
+
+
+def _top_logprobs(top: Sequence[tuple[int, float]]) -> TopLogprobs:
+    if len(top) > MAX_TOP_LOGPROBS or not all(math.isfinite(logprob) for _, logprob in top):
+        raise LocalProtocolError(f"top must be at most {MAX_TOP_LOGPROBS} tokens with finite logprobs")
+    return tuple((_whole(token, "a token of top", 0, 2**31 - 1), float(logprob)) for token, logprob in top)
 
 
 def settle(future: Future[T], result: T) -> None:
@@ -88,7 +95,7 @@ class PrefillRoom:
     _pushed: dict[FieldId, int] = attrs.field(factory=dict, init=False)  # blocks of the manifest, from its first on
     _layout: Layout
     _push: Callable[[Mapping[SessionId, Copies]], None]
-    _finish: Callable[[int, float | None, Sequence[int] | None, int], None]
+    _finish: Callable[[int, float | None, Sequence[int] | None, int, TopLogprobs], None]
     _cancel: Callable[[Why], None]
 
     def wait_window(self, timeout_s: float | None = None) -> RoomWindow:
@@ -152,9 +159,11 @@ class PrefillRoom:
         logprob: float | None = None,
         candidates: Sequence[int] | None = None,
         cached_tokens: int = 0,
+        top: Sequence[tuple[int, float]] = (),
     ) -> Future[None]:
         """Send Success with these values once every push is acknowledged; return `done`.
 
+        `top` are the likeliest first tokens with their logprobs; native decode ranks get them, at most 20.
         Without a first token decode is told that there is none: for engines that draw it on decode. Raises
         LocalProtocolError for values that no status can carry, and when a decode rank of the older generation takes
         part, which cannot do without.
@@ -164,7 +173,8 @@ class PrefillRoom:
             raise LocalProtocolError(f"room {self.room}: a legacy decode rank takes part, it needs a first token")
         token = NO_TOKEN if first_token is None else _whole(first_token, "first_token", 0, 2**31 - 1)
         chosen = tuple(_whole(candidate, "a candidate", -(2**31), 2**31 - 1) for candidate in candidates or ())
-        self._finish(token, logprob, chosen, _whole(cached_tokens, "cached_tokens", 0, 2**63 - 1))
+        cached = _whole(cached_tokens, "cached_tokens", 0, 2**63 - 1)
+        self._finish(token, logprob, chosen, cached, _top_logprobs(top))
         return self.done
 
     def cancel(self, text: str = "cancelled by the caller", cause: Cause = Cause.CANCELLED) -> None:

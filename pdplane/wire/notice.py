@@ -20,6 +20,7 @@ import attrs
 from pdplane.errors import Cause, LocalProtocolError, Why, WireError
 from pdplane.ids import MAX_ROOM
 from pdplane.messages import (
+    MAX_TOP_LOGPROBS,
     Cancel,
     Drain,
     Failed,
@@ -29,6 +30,7 @@ from pdplane.messages import (
     Ping,
     Refused,
     Registered,
+    TopLogprobs,
     UnknownSession,
     Window,
 )
@@ -80,6 +82,13 @@ def _fingerprint(value: JsonValue) -> Fingerprint:
     return Fingerprint(_facts(value.member("required")), _facts(value.member("advisory")))
 
 
+def _top(value: JsonValue) -> TopLogprobs:
+    pairs = [pair.items() for pair in value.items()]
+    if len(pairs) > MAX_TOP_LOGPROBS or any(len(pair) != 2 for pair in pairs):
+        value.refuse(f"must be at most {MAX_TOP_LOGPROBS} pairs of a token and a logprob")
+    return tuple((token.whole(), logprob.number()) for token, logprob in pairs)
+
+
 _ROOM_ENDS: Mapping[str, Reader] = {"room": _room, "generation": _generation, "cause": _text}
 _KINDS: Mapping[str, tuple[type[Notice], Mapping[str, Reader]]] = {
     "hello": (Hello, {"version": _id, "life": _id, "fingerprint": _fingerprint}),
@@ -92,6 +101,7 @@ _KINDS: Mapping[str, tuple[type[Notice], Mapping[str, Reader]]] = {
     "ping": (Ping, {"life": _id}),
     "drain": (Drain, {"cause": _text}),
 }
+_OPTIONAL: Mapping[str, Mapping[str, Reader]] = {"window": {"top": _top}}
 _NAMES = {kind: name for name, (kind, _) in _KINDS.items()}
 
 
@@ -102,8 +112,9 @@ def encode_notice(notice: Notice) -> list[bytes]:
         raise LocalProtocolError(f"{notice!r} is no notice")
     keys = _keys(notice)
     try:
-        for key, read in _KINDS[name][1].items():
-            read(JsonValue(keys[key], f"{name}.{key}"))
+        for key, read in {**_KINDS[name][1], **_OPTIONAL.get(name, {})}.items():
+            if key in keys:
+                read(JsonValue(keys[key], f"{name}.{key}"))
     except WireError as wrong:
         raise LocalProtocolError(str(wrong)) from wrong
     body = write_json(keys)
@@ -121,6 +132,9 @@ def _keys(notice: Notice) -> dict[str, Any]:
             return {"session": session, **texts, "what": cause.value}
         case Drain(text):
             return {"cause": _cut(text)}
+        case Window(room, generation, prompt_hash, top):
+            likeliest = {"top": list(map(list, top))} if top else {}
+            return {"room": room, "generation": generation, "prompt_hash": prompt_hash, **likeliest}
         case Hello(version, life, facts):
             lists = {"required": list(map(list, facts.required)), "advisory": list(map(list, facts.advisory))}
             return {"version": version, "life": life, "fingerprint": lists}
@@ -147,6 +161,9 @@ def decode_notice(frames: Sequence[bytes]) -> Notice:
     kind, readers = _KINDS[name]
     body = parse_json(frames[2], name, MAX_BODY)
     found = {key: read(body.member(key)) for key, read in readers.items()}
+    for key, read in _OPTIONAL.get(name, {}).items():
+        if (value := body.optional(key)) is not None:
+            found[key] = read(value)
     return _notice(kind, found, body.optional("what"))
 
 

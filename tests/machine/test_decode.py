@@ -146,6 +146,14 @@ def test_a_success_without_token_delivers_none(decode: DecodeWitness) -> None:
     assert decode.handle(landed(), *success(token=-1))[-1] == delivered
 
 
+def test_the_likeliest_first_tokens_come_with_the_notice_before_the_status(decode: DecodeWitness) -> None:
+    notice, sent = success()
+    assert isinstance(notice, events.NoticeFromPrefill)
+    told = attrs.evolve(notice, notice=Window(ROOM, Generation(1), "", ((42, -0.5), (7, -2.0))))
+    (*_, delivered) = decode.handle(landed(), told, sent)
+    assert delivered == Deliver(ROOM, 1, Delivered(42, None, None, 0, ((42, -0.5), (7, -2.0))))
+
+
 def test_a_live_room_is_refused_and_the_first_one_ends_well(decode: DecodeWitness) -> None:
     (refused,) = decode.handle(want(2))
     assert is_local(refused)

@@ -55,6 +55,13 @@ def test_the_usual_life_of_a_room(prefill: PrefillWitness) -> None:
     prefill.drain()
 
 
+def test_the_likeliest_first_tokens_go_before_the_status(prefill: PrefillWitness) -> None:
+    prefill.handle(request(), *offer(), push())
+    prefill.handle(attrs.evolve(finish(), top=((42, -0.5),)))
+    first, *_ = prefill.end_push(None)
+    assert first == Send(ME, Window(ROOM, Generation(1), "", ((42, -0.5),)))
+
+
 def test_the_offer_may_come_before_the_request(prefill: PrefillWitness) -> None:
     assert prefill.handle(*offer()) == []
     assert prefill.handle(request()) == [windowed()]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from pdplane.api import DecodeRequest, PrefillRequest, Sampling, Token
 from pdplane.errors import ConfigError, LocalProtocolError
+from pdplane.ids import Room
 from pdplane.toy.model import EOS, ToyOptions, toy_answer
 from tests.node.conftest import Daemons, call, idle, prompt
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 
 @pytest.mark.parametrize("state", [False, True], ids=["history", "history and state"])
@@ -65,6 +67,20 @@ def test_each_answer_has_its_own_first_token_while_others_end_early(daemons: Dae
         if running not in cancelled:
             assert running.is_right(daemons.options)
     until(lambda: idle(prefill, decode), "every count's start value")
+
+
+def test_each_token_comes_with_the_likeliest_ones_the_first_too(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair()
+    room, got, sampling = Room(9), list[Token](), Sampling(top_logprobs=3, temperature=1.0, seed=4)
+    request = DecodeRequest(room, prompt(1), prefill.rendezvous, 4, sampling=sampling)
+    leg = decode.node.decode(request, got.append)
+    first = prefill.node.prefill(PrefillRequest(room, prompt(1), sampling)).done.result(PATIENCE_S)
+    leg.done.result(PATIENCE_S)
+    assert first.top == got[0].top
+    assert [len(token.top) for token in got] == [3] * 4
+    assert all(token.top[0] == (token.id, token.logprob) for token in got)
+    greedy = [token for token, _ in toy_answer(daemons.options, prompt(1), 4)]
+    assert [token.id for token in got] != greedy
 
 
 def test_the_handles_tell_what_happened(daemons: Daemons) -> None:

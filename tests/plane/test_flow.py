@@ -65,7 +65,8 @@ def test_a_first_token_is_optional(start_prefill: StartPrefill, start_decode: St
         meeting.work.wait_window(PATIENCE_S)
         meeting.work.push(prefill.fill(10))
         meeting.work.finish(**values)
-        wanted = {"first_token": None, "logprob": None, "candidates": None, "cached_tokens": 0} | values
+        nothing = {"first_token": None, "logprob": None, "candidates": None, "cached_tokens": 0, "top": ()}
+        wanted = nothing | values
         assert attrs.asdict(meeting.waiting.wait(PATIENCE_S)) == wanted
         meeting.give_back()
 

@@ -37,6 +37,8 @@ ALL: list[Notice] = [
     Refused(SESSION, "session", "owned by another peer", SESSION, Cause.LIVE),
     Window(Room(MAX_ROOM), Generation(2**64 - 1), "ab" * 32),
     Window(Room(1), Generation(0), ""),
+    Window(Room(1), Generation(0), "", ((7, -0.5), (0, -1e-300), (2**63 - 1, -3.0e38))),
+    Window(Room(1), Generation(0), "", ((7, -0.5),) * 20),
     UnknownSession(Room(0), SESSION),
     Failed(Room(1), Generation(1), Why(Cause.INTERNAL, "the engine ran out of memory: \u00e9")),
     Cancel(Room(1), Generation(0), Why(Cause.CANCELLED, "")),
@@ -85,6 +87,10 @@ def test_a_long_text_is_cut_rather_than_lost() -> None:
     assert found.text == "?" + "x" * (MAX_REASON - 1)
 
 
+def _window(top: str) -> list[bytes]:
+    return [b"pdplane/1", b"window", f'{{"room":1,"generation":0,"prompt_hash":"","top":{top}}}'.encode()]
+
+
 @pytest.mark.parametrize(
     ("frames", "field"),
     [
@@ -104,6 +110,11 @@ def test_a_long_text_is_cut_rather_than_lost() -> None:
         ([b"pdplane/1", b"cancel", b'{"room":9223372036854775808,"generation":0,"cause":""}'], "cancel.room"),
         ([b"pdplane/1", b"hello", b'{"version":"1","life":"a","fingerprint":{"required":[["a"]],"advisory":[]}}'],
          "hello.fingerprint.required"),
+        *((_window(top), f"window.top{place}") for top, place in [
+            ("7", ""), ("{}", ""), ("[7]", "[0]"), ("[[7]]", ""), ("[[7,-1,2]]", ""), (f"[{'[7,-1],' * 20}[7,-1]]", ""),
+            ("[[-1,-1]]", "[0][0]"), ("[[true,-1]]", "[0][0]"), ("[[7,true]]", "[0][1]"), ('[[7,"-1"]]', "[0][1]"),
+            (f"[[7,1{'0' * 400}]]", "[0][1]"),
+        ]),
     ],
 )  # fmt: skip
 def test_refused_with_the_field_named(frames: list[bytes], field: str) -> None:
