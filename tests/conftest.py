@@ -1,4 +1,4 @@
-"""How much hypothesis tries; and after each test and module, no thread, socket or file descriptor more than before."""
+"""The BLAS library, how much hypothesis tries; and after each test and module nothing that was opened is left."""
 
 from __future__ import annotations
 
@@ -12,12 +12,22 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from pdplane.engine.blas import AUTO, use_blas
 from tests.waiting import PATIENCE_S
 
 # No deadlines: a busy machine pauses for longer than any of them.
 settings.register_profile("quick", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("full", settings.get_profile("quick"), max_examples=500)
 settings.load_profile("quick")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--blas", default=AUTO, help="what MLX computes with in this process, as for the daemons")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # here and in daemons: tests run side by side
+    use_blas(config.getoption("blas"))
 
 
 def _descriptors() -> dict[str, str]:

@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return the exit code. Raises ConfigError and SessionLost."""
     step = str(args.prefill_step_size)
-    command = ["cache-worker", "--model", args.model, "--port", "0", "--prefill-step-size", step]
+    command = ["cache-worker", "--model", args.model, "--port", "0", "--prefill-step-size", step, "--blas", args.blas]
     with worker_processes(command) as (worker,), Wp30Client(worker) as client:
         bench = Bench(client, args.max_tokens, args.rounds)
         found = [bench.measure(length) for length in args.lengths]

@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     found = [_measure(args, "local", None)]
     with _token_file() as file:
         command = ["expert-worker", "--model", args.model, "--listen", "127.0.0.1:0", "--token-file", str(file)]
+        command += ["--blas", args.blas]
         if args.capacity:
             command += ["--capacity", str(args.capacity)]
         with worker_processes(command, command) as workers:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from pdplane.api import EngineDecodeRequest, Token
+from pdplane.engine.blas import use_blas
 from pdplane.kv.arena import Arena, Pool
 
 _PROMPT = tuple(range(1, 33))
@@ -19,6 +20,7 @@ class Decoding:
     """An MLX engine: its arena, and an endless generation on its thread once begun. Needs the extra `mlx`."""
 
     def __init__(self, nbytes: int) -> None:
+        use_blas()
         from pdplane.engine.decode import MlxDecodeEngine
         from pdplane.engine.options import EngineOptions
 

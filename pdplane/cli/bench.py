@@ -9,6 +9,9 @@ import argparse
 import importlib
 from collections.abc import Mapping
 
+from pdplane.cli.flags import add_blas_flag
+from pdplane.engine.blas import use_blas
+
 SUBJECTS: Mapping[str, tuple[str, str]] = {
     "transport": ("pdplane.bench.transport", "how fast blocks move between two processes, on every way"),
     "control": ("pdplane.bench.control", "what a small room costs: latency, rooms a second, processor time"),
@@ -16,6 +19,8 @@ SUBJECTS: Mapping[str, tuple[str, str]] = {
     "cache": ("pdplane.bench.cache", "hand a prefix's cache to a worker, or its tokens: bytes, stages, codecs"),
     "experts": ("pdplane.bench.experts", "a MoE model with its experts here, on one worker and on two"),
 }
+_COMPUTING = ("overlap", "cache", "experts")
+"""Subjects whose model runs in this process, and in workers that are given the same `--blas`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (module, text) in SUBJECTS.items():
         subject = subjects.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         importlib.import_module(module).add_arguments(subject)
+        if name in _COMPUTING:
+            add_blas_flag(subject)
         subject.set_defaults(subject=module)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subject's measurement; return the exit code."""
+    """Run the subject's measurement; return the exit code. Raises ConfigError."""
+    if "blas" in args:
+        use_blas(args.blas)
     return int(importlib.import_module(args.subject).run(args))

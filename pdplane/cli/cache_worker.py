@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the worker; return the exit code. Raises ConfigError."""
-    with mlx_needed():
+    with mlx_needed(args.blas):
         from pdplane.workers.cache.model import MlxCacheModel
         from pdplane.workers.cache.prefix import PrefixEngine
         from pdplane.workers.cache.worker import CacheWorker, CacheWorkerOptions, ModelWorker

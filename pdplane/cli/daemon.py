@@ -8,14 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
 from pdplane.api import Node
 from pdplane.cli.flags import DaemonOptions
-from pdplane.cli.process import StopSignal, exit_with_parent, set_up_logging
+from pdplane.cli.process import StopSignal, exit_with_parent
 from pdplane.control.http_thread import HttpThread
+from pdplane.engine.blas import AUTO, use_blas
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
 from pdplane.plane.config import PlaneConfig, is_loopback
@@ -47,7 +49,6 @@ def run_daemon(
 
     Raises ConfigError with nothing left open.
     """
-    set_up_logging(options.log_level, as_json=options.log_json)
     _warn_of_addresses(config)
     take_turns_often()
     stop, http = StopSignal(), HttpThread()
@@ -122,8 +123,14 @@ def _warn_of_addresses(config: PlaneConfig) -> None:
 
 
 @contextmanager
-def mlx_needed() -> Iterator[None]:
-    """Turn a missing MLX into one line that says what to install."""
+def mlx_needed(blas: str = AUTO) -> Iterator[None]:
+    """Load the BLAS library for an import of MLX inside; turn a missing MLX into one line that says what to install.
+
+    Raises ConfigError for that, and for a library that cannot be had.
+    """
+    if find_spec("mlx") is None:
+        raise ConfigError(INSTALL_MLX)
+    use_blas(blas)
     try:
         yield
     except ImportError as error:

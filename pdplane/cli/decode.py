@@ -92,7 +92,7 @@ def _run_rank(seat: Seat, args: argparse.Namespace, options: DaemonOptions, conf
     if args.experts:
         raise ConfigError("--experts does not work with a model that is split over ranks")
     config, rank = seated(config, seat), RankProcess(seat, options, config)
-    with mlx_needed():
+    with mlx_needed(options.blas):
         from pdplane.engine.decode import MlxDecodeEngine
     engine = MlxDecodeEngine(options.engine, group=rank.group)
 
@@ -124,7 +124,7 @@ def _engine(options: DaemonOptions, prepare: Prepare | None) -> DecodeEngine:
         from pdplane.toy.engine import ToyDecodeEngine
 
         return ToyDecodeEngine()
-    with mlx_needed():
+    with mlx_needed(options.blas):
         from pdplane.engine.decode import MlxDecodeEngine
 
         return MlxDecodeEngine(options.engine, prepare)

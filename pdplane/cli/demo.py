@@ -24,6 +24,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from pdplane.cli.children import Child, ChildFailed, Children
+from pdplane.cli.flags import add_blas_flag
 from pdplane.cli.generate import Printer, Wanted, ask
 from pdplane.cli.yardstick import Question
 from pdplane.ids import Endpoint, new_room
@@ -31,7 +32,7 @@ from pdplane.kv.manifest import blocks_needed
 from pdplane.options import count
 from pdplane.wire import decode_layout
 
-REAL, FALLBACK = "smollm2", "tiny:llama"
+REAL, FALLBACK = "smollm2-f32", "tiny:llama"
 PROMPT = "In two short sentences: what is the capital of France, and which river flows through it?"
 _STEP_SIZE = 2048
 _READY_S = 300.0  # a daemon that loads a large model from a slow disk
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=count, default=64, metavar="N", help="longest answer in tokens (default: %(default)s)"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens, whatever the model says")
+    add_blas_flag(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text and the table")
 
 
@@ -69,6 +71,7 @@ class Demonstration:
 
     model: str
     fallback: str | None
+    blas: str
     prompt_tokens: int
     completion_tokens: int
     blocks: int
@@ -122,7 +125,8 @@ class _Demo:
         expected = _heard(yardstick)
         layout = decode_layout(_get(ready["prefill"]["bootstrap"], _ROUTE)["cache_layout"].encode())
         blocks = sum(blocks_needed(layout, len(tokens)).values())
-        return self._sum_up(answer, expected, blocks, _get(ready["prefill"]["http"], "/statistics")["data"]["totals"])
+        traffic, info = (_get(ready["prefill"]["http"], path) for path in ("/statistics", "/server_info"))
+        return self._sum_up(answer, expected, blocks, traffic["data"]["totals"], info["blas"])
 
     def _get_model(self) -> tuple[Child, list[int]]:
         """Return the yardstick with its loaded model, the fallback if need be, and the prompt's tokens."""
@@ -139,7 +143,7 @@ class _Demo:
 
     def _load(self) -> tuple[Child, list[int]]:
         args = self._args
-        question = Question(self._model, args.prompt, args.max_tokens, _STEP_SIZE, args.ignore_eos)
+        question = Question(self._model, args.prompt, args.max_tokens, _STEP_SIZE, args.ignore_eos, args.blas)
         words = ["pdplane.cli.yardstick", json.dumps(attrs.asdict(question))]
         yardstick = self._children.start("yardstick", words)
         with Progress(console=self._notes, transient=True, disable=not self._notes.is_terminal) as progress:
@@ -155,7 +159,8 @@ class _Demo:
 
     def _start_daemon(self, role: str) -> Child:
         words = ["pdplane.cli.main", role, "--model", self._model, "--exit-with-parent"]
-        words += ["--port", "0", "--bootstrap-port", "0", "--prefill-step-size", str(_STEP_SIZE)]
+        words += ["--blas", self._args.blas, "--prefill-step-size", str(_STEP_SIZE)]
+        words += ["--port", "0", "--bootstrap-port", "0"]
         words += ["--arena-bytes", "128MiB", "--drain-timeout", "1s", "--log-level", "warning", "--exact"]
         return self._children.start(role, words)
 
@@ -171,7 +176,12 @@ class _Demo:
             printer.end()
 
     def _sum_up(
-        self, answer: Mapping[str, Any], expected: Mapping[str, Any], blocks: int, traffic: Mapping[str, float]
+        self,
+        answer: Mapping[str, Any],
+        expected: Mapping[str, Any],
+        blocks: int,
+        traffic: Mapping[str, float],
+        blas: str,
     ) -> Demonstration:
         ids, meta = answer["output_ids"], answer["meta_info"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
@@ -182,6 +192,7 @@ class _Demo:
         return Demonstration(
             model=self._model,
             fallback=self._fallback,
+            blas=blas,
             prompt_tokens=meta["prompt_tokens"],
             completion_tokens=len(ids),
             blocks=blocks,
@@ -215,6 +226,7 @@ def _table(shown: Demonstration) -> Table:
     verdict = "yes" if shown.identical else f"NO, from token {shown.differs_at} on"
     table = Table("", shown.model, box=box.SIMPLE)
     for name, value in (
+        ("BLAS", shown.blas),
         ("prompt tokens", str(shown.prompt_tokens)),
         ("blocks", str(shown.blocks)),
         ("bytes pushed", f"{shown.bytes_pushed:,}"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pdplane.cli.daemon import mlx_needed
-from pdplane.cli.flags import add_seed_flag
+from pdplane.cli.flags import add_blas_flag, add_seed_flag
 from pdplane.cli.worker_life import add_worker_flags, run_worker
 from pdplane.options import count, duration, endpoint, size
 from pdplane.workers.experts.tx1 import Tx1Limits, Tx1Token
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capacity", type=count, metavar="N", help="experts a layer that are kept in memory (default: all)"
     )
+    add_blas_flag(parser)
     add_seed_flag(parser)
     limits = parser.add_argument_group("limits")
     limits.add_argument(
@@ -76,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the worker; return the exit code. Raises ConfigError."""
     token = Tx1Token.from_file(args.token_file)
-    with mlx_needed():
+    with mlx_needed(args.blas):
         from pdplane.workers.experts.store import open_store
         from pdplane.workers.experts.worker import ExpertWorker, ExpertWorkerOptions
     from pdplane.workers.listener import parse_networks

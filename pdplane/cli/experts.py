@@ -76,7 +76,7 @@ def remote_experts(args: argparse.Namespace) -> RemoteExperts | None:
     from pdplane.workers.experts.tx1 import Tx1Token
 
     token = Tx1Token.from_file(args.expert_token_file)
-    with mlx_needed():
+    with mlx_needed(args.blas):
         from pdplane.workers.experts.remote import LinkOptions, RemoteExperts, RemoteOptions
     link = LinkOptions(reply_s=args.expert_timeout)
     options = RemoteOptions(link, local=args.experts_local, local_capacity=args.experts_local_capacity)

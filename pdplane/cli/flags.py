@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from pdplane.cli.process import LEVELS
+from pdplane.engine.blas import AUTO, WHEEL
 from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, PAGE_LAYOUTS, EngineOptions
 from pdplane.errors import ConfigError
 from pdplane.options import count, duration, port, size, whole
@@ -35,6 +36,7 @@ class DaemonOptions:
     exit_with_parent: bool
     log_level: str
     log_json: bool
+    blas: str
 
 
 def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> argparse._ArgumentGroup:
@@ -154,7 +156,7 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
 
 
 def add_number_flags(model: argparse._ActionsContainer) -> None:
-    """Add the flags of the cache's numbers, and the seed of tiny models."""
+    """Add the flags of the cache's numbers and of how they are computed, and the seed of tiny models."""
     model.add_argument(
         "--kv-bits", type=int, choices=KV_BITS, help="bits to which the KV cache is quantised (default: not quantised)"
     )
@@ -165,7 +167,19 @@ def add_number_flags(model: argparse._ActionsContainer) -> None:
         default=64,
         help="values that share one scale in a quantised KV cache (default: %(default)s)",
     )
+    add_blas_flag(model)
     add_seed_flag(model)
+
+
+def add_blas_flag(model: argparse._ActionsContainer) -> None:
+    """Add the choice of the library with which MLX multiplies matrices on Linux."""
+    model.add_argument(
+        "--blas",
+        default=AUTO,
+        metavar=f"{AUTO}|{WHEEL}|FILE",
+        help=f"BLAS library on Linux: {AUTO} takes OpenBLAS if it can be had, {WHEEL} the one that mlx comes with "
+        "(default: %(default)s)",
+    )
 
 
 def add_seed_flag(model: argparse._ActionsContainer) -> None:
@@ -266,6 +280,7 @@ def daemon_options(args: argparse.Namespace) -> DaemonOptions:
         exit_with_parent=args.exit_with_parent,
         log_level=args.log_level,
         log_json=args.log_json,
+        blas=args.blas,
     )
 
 

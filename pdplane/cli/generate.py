@@ -18,6 +18,7 @@ import attrs
 from yarl import URL
 
 from pdplane.cli.experts import add_expert_flags
+from pdplane.cli.flags import add_blas_flag
 from pdplane.control.lookup import reason_in
 from pdplane.errors import ConfigError, PdplaneError
 from pdplane.ids import Room, new_room
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest time for the whole answer (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
+    add_blas_flag(parser)
     add_expert_flags(parser)
 
 

@@ -16,7 +16,7 @@ _TAME = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) 
 
 def generate_here(args: argparse.Namespace, text: str) -> int:
     """Load, generate, print; return the exit code. Raises ConfigError, and SessionLost when the experts are gone."""
-    with mlx_needed():
+    with mlx_needed(args.blas):
         from pdplane.workers.cache.prefix import PrefixEngine
     with attaching_experts(args) as prepare, PrefixEngine(EngineOptions(args.model), prepare) as engine:
         tokenizer = engine.tokenizer

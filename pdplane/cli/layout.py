@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args)
     if options.model == TOY:
         raise ConfigError("the toy has no model whose layout could be printed")
-    with mlx_needed():
+    with mlx_needed(args.blas):
         from pdplane.engine.engine import model_layout
     text = encode_layout(model_layout(options, args.tp_size, args.arena_blocks)).decode()
     print(json.dumps(json.loads(text), indent=2) if args.pretty else text)

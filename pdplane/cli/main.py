@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
+from pdplane.cli.process import set_up_logging
 from pdplane.errors import PdplaneError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if module is None:
         parser.print_help()
         return 0
+    if "log_level" in args:
+        set_up_logging(args.log_level, as_json=args.log_json)
     try:
         return int(module.run(args))
     except PdplaneError as error:

@@ -69,7 +69,7 @@ def _run_rank(seat: Seat, args: argparse.Namespace, options: DaemonOptions, conf
     if args.experts:
         raise ConfigError("--experts does not work with a model that is split over ranks")
     config, rank = seated(config, seat), RankProcess(seat, options, config)
-    with mlx_needed():
+    with mlx_needed(options.blas):
         from pdplane.engine.prefill import MlxPrefillEngine
     engine = MlxPrefillEngine(options.engine, group=rank.group)
 
@@ -103,7 +103,7 @@ def _engine(options: DaemonOptions, prepare: Prepare | None) -> PrefillEngine:
         from pdplane.toy.engine import ToyPrefillEngine
 
         return ToyPrefillEngine()
-    with mlx_needed():
+    with mlx_needed(options.blas):
         from pdplane.engine.prefill import MlxPrefillEngine
 
         return MlxPrefillEngine(options.engine, prepare)

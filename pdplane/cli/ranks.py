@@ -21,7 +21,7 @@ from aiohttp import web
 
 from pdplane.cli.daemon import mlx_needed, run_daemon
 from pdplane.cli.flags import TOY, DaemonOptions
-from pdplane.cli.process import StopSignal, exit_with_parent, killable, leave_within, set_up_logging
+from pdplane.cli.process import StopSignal, exit_with_parent, killable, leave_within
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.ranks import RankLink, RankListener, connect_rank
 from pdplane.errors import ConfigError
@@ -93,7 +93,7 @@ class RankProcess:
     def __init__(self, seat: Seat, options: DaemonOptions, config: PlaneConfig) -> None:
         if options.engine.model == TOY:
             raise ConfigError("the toy cannot be split over ranks")
-        with mlx_needed():
+        with mlx_needed(options.blas):
             from pdplane.engine.ranks import RankGroup
         self.seat, self._options, self._config = seat, options, config
         self.group = RankGroup(seat.rank, seat.size)
@@ -161,7 +161,6 @@ def follow(
     make_node: Callable[[HttpThread, Follower], tuple[PrefillNode | DecodeNode, BeginLeg]],
 ) -> int:
     """Run another rank until rank 0 leaves; return the exit code. Raises ConfigError."""
-    set_up_logging(options.log_level, as_json=options.log_json)
     stop, http = StopSignal(), HttpThread()
     with stop.listening():
         rank.watch_parent()

@@ -18,7 +18,7 @@ from typing import Any
 
 from pdplane.cli.children import Child, ChildFailed
 from pdplane.cli.flags import add_model_flags
-from pdplane.cli.process import LEVELS, StopSignal, exit_with_parent, set_up_logging
+from pdplane.cli.process import LEVELS, StopSignal, exit_with_parent
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint
@@ -35,7 +35,7 @@ _STEADY_S = 60.0  # a child that ran for so long did not die of its start
 
 MODEL_FLAGS = (
     "--model", "--prefill-step-size", "--block-tokens", "--arena-bytes", "--page-layout", "--layerwise-interval",
-    "--kv-bits", "--kv-group-size", "--seed",
+    "--kv-bits", "--kv-group-size", "--blas", "--seed",
 )  # fmt: skip
 
 # What mlx_lm.server knows and a pair of daemons cannot do.
@@ -159,7 +159,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("name both --prefill and --decode, or a --model to start a pair of them here")
     if bool(args.prefill) == bool(args.model):
         raise ConfigError("name a --model to start a pair of daemons, or running ones by --prefill and --decode")
-    set_up_logging(args.log_level, as_json=args.log_json)
     stop, http = StopSignal(), HttpThread()
     with stop.listening():
         if args.exit_with_parent:

@@ -15,7 +15,7 @@ import attrs
 from aiohttp import web
 
 from pdplane.cli.flags import add_log_flags
-from pdplane.cli.process import StopSignal, exit_with_parent, set_up_logging
+from pdplane.cli.process import StopSignal, exit_with_parent
 from pdplane.control.http_thread import HttpThread
 from pdplane.ids import Endpoint
 from pdplane.options import port
@@ -53,7 +53,6 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_worker(role: str, worker: Worker, args: argparse.Namespace, model: Callable[[], str]) -> int:
     """Run until a signal or a client ends it; return the exit code. Raises ConfigError with nothing left open."""
-    set_up_logging(args.log_level, as_json=args.log_json)
     stop, http = StopSignal(), HttpThread()
     with stop.listening():
         if args.exit_with_parent:

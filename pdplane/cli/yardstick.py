@@ -34,6 +34,7 @@ class Question:
     max_tokens: int
     step_size: int
     ignore_eos: bool
+    blas: str
 
 
 def main() -> int:
@@ -63,7 +64,7 @@ class _Speaker:
 
 
 def _measure(speaker: _Speaker, word: threading.Event, asked: Question) -> None:
-    with mlx_needed():
+    with mlx_needed(asked.blas):
         from pdplane.engine.model import TINY, load_model
         from pdplane.engine.options import EngineOptions
         from pdplane.engine.reference import single_process

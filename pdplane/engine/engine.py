@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from pdplane.api import Sampling
+from pdplane.engine.blas import blas_in_use
 from pdplane.engine.caches import Leaf
 from pdplane.engine.fingerprint import fingerprint
 from pdplane.engine.layout import cache_layout
@@ -130,6 +131,7 @@ class MlxEngine:
             "tokenizer_path": path,
             "context_length": model.context_length,
             "vocab_size": model.vocab_size,
+            "blas": str(blas_in_use()),
         }
 
     def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import mlx.core as mx
 
+from pdplane.engine.blas import blas_in_use
 from pdplane.engine.model import Model
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.untyped import mlx_version, parameters
@@ -22,7 +20,10 @@ _NOTES = frozenset({"_name_or_path", "transformers_version", "use_cache"})
 
 
 def fingerprint(model: Model, options: EngineOptions, tp_size: int = 1) -> Fingerprint:
-    """Describe a loaded model and its options; other sizes of split add up in another order, which costs last bits."""
+    """Describe a loaded model and its options.
+
+    Other BLAS libraries, kernels, numbers of threads and sizes of split add up in another order, which costs last bits.
+    """
     quantised = options.kv_bits is not None
     required = (
         ("config", _config_hash(model)),
@@ -35,7 +36,8 @@ def fingerprint(model: Model, options: EngineOptions, tp_size: int = 1) -> Finge
         ("mlx", mlx_version()),
         ("mlx_lm", importlib.metadata.version("mlx-lm")),
     )
-    return Fingerprint(required, (("backend", _backend()), ("blas", _blas()), ("tp_size", str(tp_size))))
+    advisory = (("backend", _backend()), ("blas", str(blas_in_use())), ("tp_size", str(tp_size)))
+    return Fingerprint(required, advisory)
 
 
 def _config_hash(model: Model) -> str:
@@ -59,20 +61,6 @@ def _backend() -> str:
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "gpu"
-
-
-def _blas() -> str:
-    if sys.platform == "darwin":
-        return "accelerate"
-    return "+".join(sorted(set(_mapped_blas()))) or "none"
-
-
-def _mapped_blas() -> Iterator[str]:
-    maps = Path("/proc/self/maps")
-    for line in maps.read_text().splitlines() if maps.exists() else ():
-        name = Path(line.split()[-1]).name
-        if "blas" in name and "mlx" not in name and "numpy" not in line:
-            yield name
 
 
 def _hash(data: bytes) -> str:

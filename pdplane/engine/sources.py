@@ -1,11 +1,9 @@
-"""Where model folders come from: GGUF files, the demo's wheel, and the folder that keeps what was converted."""
+"""Where model folders come from: GGUF files and the demo's wheel."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,48 +16,10 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from pdplane.engine.folders import build_once
 from pdplane.engine.options import Progress, no_progress
 from pdplane.engine.untyped import load_gguf
 from pdplane.errors import ConfigError
-
-
-def cache_folder() -> Path:
-    """`$PDPLANE_CACHE`, or `~/.cache/pdplane`."""
-    chosen = os.environ.get("PDPLANE_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "pdplane"
-
-
-def build_once(name: str, build: Callable[[Path], None]) -> Path:
-    """The folder `name` inside the cache, made by `build(folder)` when it does not exist.
-
-    The folder appears whole or not at all (it is renamed into place), and a second process that wants it waits for
-    the first; a lock of a killed process goes with it, and its half-made folder is thrown away by the next. Raises
-    ConfigError when the cache cannot be written.
-    """
-    folder = cache_folder() / name
-    if folder.is_dir():
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.is_dir():
-                _build(folder, build)
-    except OSError as error:
-        raise ConfigError(f"cannot write {folder}: {error.strerror or error} (set PDPLANE_CACHE)") from error
-    return folder
-
-
-def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        build(partial)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
 
 # ---- Llama-family GGUF files as mlx-lm model directories, converted once into the cache folder
 
@@ -67,8 +27,8 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
 Form = Literal["float32", "packed"]
 """`packed` keeps the file's quantised weights, with scales as f32 (as f16 they are very slow on a CPU).
 
-`float32` unpacks them: no faster with the BLAS that comes with MLX, and much faster in prefill with OpenBLAS, for
-eight times the memory.
+`float32` unpacks them: as fast with the BLAS that comes with MLX, and several times as fast in prefill with OpenBLAS,
+for five times the memory.
 """
 
 _REVISION = 1  # of this conversion: a change makes new folders

@@ -91,6 +91,16 @@ def test_decode_names_a_prefill_that_is_not_there(pair: tuple[Daemon, Daemon]) -
     assert str(port) in answer.json["error"]["message"]
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_blas_library_that_cannot_be_loaded_ends_it(role: str) -> None:
+    daemon = Daemon(role, "--model", "tiny:llama", "--blas", "/nonexistent/libblas.so")
+    assert daemon.process.wait(PATIENCE_S) != 0
+    code, log = daemon.end()
+    assert code == 1
+    assert "cannot load '/nonexistent/libblas.so'" in log
+    assert "Traceback" not in log
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_signal_ends_it_cleanly(role: str, number: signal.Signals) -> None:

