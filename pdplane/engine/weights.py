@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pdplane.engine.sources import cache_folder
+from pdplane.engine.folders import cache_folder
 from pdplane.errors import ConfigError
 
 SAMPLES = 16
