@@ -17,8 +17,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 import attrs
@@ -178,6 +180,8 @@ async def _addresses(host: str, port: int, timeout_s: float) -> list[str]:
 
 logger = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
 _NOT_YET = 503  # our mark for "no ranks yet", whatever the server answered
 
 
@@ -202,6 +206,15 @@ class PrefillFound:
     dp_group: int
     layout: bytes
     ranks: tuple[RankAddress, ...]
+
+
+@attrs.frozen
+class _Instance:
+    """What a rendezvous says of all ranks at once; `tp_size` counts those of one group."""
+
+    tp_size: int
+    dp_size: int
+    layout: bytes
 
 
 @attrs.frozen
@@ -232,13 +245,55 @@ class LookUpOptions:
     """With a secret: take the answers of a rendezvous that does not prove it, as those of legacy peers do not."""
 
 
+class SharedQuestions(Generic[Answer]):
+    """Questions that several ask at one time: one is under way for each key, and one answer serves all that wait.
+
+    An answer is never older than its question: who comes while one is under way waits for the next one. For
+    coroutines of one loop only.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[Hashable, asyncio.Task[Answer]] = {}
+        self._next: dict[Hashable, asyncio.Task[Answer]] = {}
+
+    async def ask(self, key: Hashable, question: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        """Return the answer to a question that is put from now on, or raise what it raises."""
+        task = self._next.get(key)
+        if task is None:
+            running = self._running.get(key)
+            tasks = self._running if running is None else self._next
+            task = tasks[key] = asyncio.create_task(self._put(key, running, question))
+            task.add_done_callback(partial(self._ended, key))
+        return await asyncio.shield(task)
+
+    async def _put(
+        self, key: Hashable, before: asyncio.Task[Answer] | None, question: Callable[[], Coroutine[Any, Any, Answer]]
+    ) -> Answer:
+        if before is not None:
+            await asyncio.wait([before])
+            self._running[key] = self._next.pop(key)
+        return await question()
+
+    def _ended(self, key: Hashable, task: asyncio.Task[Answer]) -> None:
+        for tasks in (self._running, self._next):
+            if tasks.get(key) is task:
+                del tasks[key]
+        if not task.cancelled():
+            task.exception()  # whoever asked may have left; asyncio would complain
+
+
 class RendezvousClient:
-    """Asks rendezvous servers for a room's prefill ranks; nothing is cached, so a restarted prefill is seen at once."""
+    """Asks rendezvous servers for a room's prefill ranks; nothing is cached, so a restarted prefill is seen at once.
+
+    Rooms that ask the same server at one time share its answers.
+    """
 
     def __init__(self, http: HttpThread, options: LookUpOptions | None = None, secret: Secret | None = None) -> None:
         self._http = http
         self._options = options or LookUpOptions()
         self._secret = secret
+        self._instances: SharedQuestions[_Instance] = SharedQuestions()
+        self._groups: SharedQuestions[tuple[RankAddress, ...]] = SharedQuestions()
 
     def find(self, bootstrap: Endpoint, room: Room, done: Callable[[PrefillFound | PrefillNotFound], None]) -> None:
         """Look up, and call `done` exactly once (on the HTTP thread, or here when that is closed); never blocks."""
@@ -273,10 +328,13 @@ class RendezvousClient:
 
     async def _search(self, bootstrap: Endpoint, room: Room) -> PrefillFound | PrefillNotFound:
         options, began, pause = self._options, time.monotonic(), self._options.first_pause_s
-        answer_s = min(options.request_timeout_s, options.deadline_s)
+        answer_s, slow = min(options.request_timeout_s, options.deadline_s), False
         while True:
             try:
-                return await self._ask(bootstrap, room, answer_s)
+                async with asyncio.timeout(began + options.deadline_s - time.monotonic()):
+                    return await self._ask(bootstrap, room, answer_s, slow=slow)
+            except TimeoutError:  # what several share may outlast one of them
+                return PrefillNotFound(bootstrap, f"{bootstrap}: no answer came within {options.deadline_s:.3g} s")
             except RendezvousError as error:
                 slow = isinstance(error, SlowRendezvous)
                 patience_s = options.unreachable_s if error.status == 0 and not slow else options.deadline_s
@@ -287,7 +345,17 @@ class RendezvousClient:
             await asyncio.sleep(min(pause, left_s))
             pause = min(2 * pause, options.longest_pause_s)
 
-    async def _ask(self, bootstrap: Endpoint, room: Room, answer_s: float) -> PrefillFound:
+    async def _ask(self, bootstrap: Endpoint, room: Room, answer_s: float, *, slow: bool) -> PrefillFound:
+        found = await self._instances.ask((bootstrap, slow), partial(self._instance, bootstrap, answer_s))
+        group = dp_group(room, found.dp_size)
+        question = partial(self._group, bootstrap, group, found.tp_size, answer_s)
+        ranks = await self._groups.ask((bootstrap, group, slow), question)
+        return PrefillFound(bootstrap, found.tp_size, found.dp_size, group, found.layout, ranks)
+
+    async def _group(self, bootstrap: Endpoint, group: int, tp_size: int, answer_s: float) -> tuple[RankAddress, ...]:
+        return tuple(await asyncio.gather(*(self._rank(bootstrap, group, rank, answer_s) for rank in range(tp_size))))
+
+    async def _instance(self, bootstrap: Endpoint, answer_s: float) -> _Instance:
         sync = await self._get(bootstrap, -1, -1, answer_s)
         if sync.optional("cache_layout") is None:
             raise RendezvousError(bootstrap.url("http"), _NOT_YET, "no prefill rank has registered yet")
@@ -299,9 +367,7 @@ class RendezvousClient:
             layout = sync.member("cache_layout").text(MAX_LAYOUT)
             if not layout.isascii():
                 sync.member("cache_layout").refuse("is not ASCII")
-        tp_size, group = world_size // dp_size, dp_group(room, dp_size)
-        ranks = await asyncio.gather(*(self._rank(bootstrap, group, rank, answer_s) for rank in range(tp_size)))
-        return PrefillFound(bootstrap, tp_size, dp_size, group, layout.encode("ascii"), tuple(ranks))
+        return _Instance(world_size // dp_size, dp_size, layout.encode("ascii"))
 
     async def _rank(self, bootstrap: Endpoint, dp_group: int, tp_rank: int, answer_s: float) -> RankAddress:
         answer = await self._get(bootstrap, tp_rank, dp_group, answer_s)

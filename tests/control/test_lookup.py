@@ -112,6 +112,31 @@ def test_a_legacy_server_without_ranks_is_asked_again(http: HttpThread) -> None:
     assert found.ranks[0].host == "10.0.0.1"
 
 
+def test_a_burst_shares_questions_and_none_gets_an_answer_older_than_its_own(http: HttpThread) -> None:
+    asked: list[str] = []
+    gate = asyncio.Event()
+    sync = {"prefill_tp_size": 1, "prefill_dp_size": 1, "cache_layout": LAYOUT}
+
+    async def route(request: web.Request) -> web.Response:
+        asked.append(request.query["engine_rank"])
+        await gate.wait()
+        rank = {"rank_ip": "10.0.0.1", "rank_port": 4000 + len(asked)}
+        return web.json_response(sync if request.query["engine_rank"] == "-1" else rank)
+
+    async def open_gate() -> None:
+        gate.set()
+
+    app = web.Application()
+    app.router.add_route("GET", "/route", route)
+    bootstrap = http.serve(app, "127.0.0.1", 0)
+    client = RendezvousClient(http, LookUpOptions())
+    rooms = [begin(client, bootstrap, room) for room in range(200)]
+    http.run(open_gate()).result(10)  # behind every question: the loop runs what is posted in order
+    found = [room.result(10) for room in rooms]
+    assert all(isinstance(each, PrefillFound) for each in found)
+    assert sorted(asked) == ["-1", "-1", "0", "0"]
+
+
 def test_says_at_the_deadline_what_is_missing(http: HttpThread) -> None:
     bootstrap = http.serve(rendezvous_app(), "127.0.0.1", 0)
     not_found = begin(RendezvousClient(http, LookUpOptions(deadline_s=0.1, first_pause_s=0.01)), bootstrap).result(10)
