@@ -40,7 +40,7 @@ def new_room() -> Room:
     return Room(secrets.randbits(63))
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Endpoint:
     """A host and a TCP port; `host` carries no brackets."""
 

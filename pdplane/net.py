@@ -331,16 +331,32 @@ def _is_finite(number: float) -> bool:
         return False
 
 
+class _Refused(Exception):
+    """What JSON allows and we do not."""
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _Refused("has an object with a key twice")
+    return found
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise _Refused(f"has the number {word}")
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
+
+
 def parse_json(data: bytes, name: str, limit: int) -> JsonValue:
     """Return the JSON object in `data`, which may have 1..limit bytes. Raises WireError(name, ...)."""
     if not 1 <= len(data) <= limit:
         raise WireError(name, f"{name} must be 1..{limit} bytes")
     try:
-        found = json.loads(
-            data,
-            object_pairs_hook=lambda pairs: _unique(pairs, name),
-            parse_constant=lambda word: _refuse_constant(word, name),
-        )
+        found = _STRICT.decode(data.decode(json.detect_encoding(data), "surrogatepass"))
+    except _Refused as refused:
+        raise WireError(name, f"{name} {refused}") from None
     except (ValueError, RecursionError) as error:  # bad Unicode, bad JSON and endless digits are ValueErrors
         reason = "is nested too deeply" if isinstance(error, RecursionError) else "is not valid JSON"
         raise WireError(name, f"{name} {reason}") from None
@@ -349,17 +365,9 @@ def parse_json(data: bytes, name: str, limit: int) -> JsonValue:
     return JsonValue(found, name)
 
 
+_CANONICAL = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
 def write_json(value: object) -> bytes:
     """Return canonical bytes: ASCII, no blanks, keys in the order given."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
-
-
-def _unique(pairs: list[tuple[str, Json]], name: str) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise WireError(name, f"{name} has an object with a key twice")
-    return found
-
-
-def _refuse_constant(word: str, name: str) -> NoReturn:
-    raise WireError(name, f"{name} has the number {word}")
+    return _CANONICAL.encode(value).encode("ascii")

@@ -115,7 +115,7 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
         self._check_open()
         rendezvous = as_endpoint(prefill, "prefill")
         validate_manifest(manifest, self.layout)
-        wire.encode_manifest(manifest)  # one that no frame can carry fails here, in the caller's thread
+        wire.check_manifest(manifest)  # here, in the caller's thread
         _check_prompt_hash(prompt_hash)
         number, ticket = check_room(room), self._handles.ticket()
 

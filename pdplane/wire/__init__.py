@@ -1,6 +1,6 @@
 """Values to bytes and back. Decoders raise WireError only, whatever the bytes."""
 
-from pdplane.wire.cache_json import decode_layout, decode_manifest, encode_layout, encode_manifest
+from pdplane.wire.cache_json import check_manifest, decode_layout, decode_manifest, encode_layout, encode_manifest
 from pdplane.wire.frames import (
     decode_preallocation,
     decode_registration,
@@ -15,6 +15,7 @@ from pdplane.wire.frames import (
 from pdplane.wire.notice import decode_notice, encode_notice, is_notice
 
 __all__ = [
+    "check_manifest",
     "decode_layout",
     "decode_manifest",
     "decode_notice",

@@ -19,6 +19,7 @@ The manifest (frame 2 of a pre-allocation), at most 2 MiB; extra keys are ignore
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -55,6 +56,7 @@ def encode_layout(layout: Layout) -> bytes:
     return data
 
 
+@lru_cache(maxsize=16)  # every room's look-up brings the same bytes
 def decode_layout(data: bytes) -> Layout:
     """Parse and validate. Raises WireError, which names the value at fault."""
     layout = parse_layout(data)
@@ -147,12 +149,25 @@ def _partition(entry: JsonValue) -> tuple[FieldId, Partition]:
 # ---- The manifest. Only its form is checked here; pdplane.kv.manifest checks it against a layout
 
 
+# The most that JSON makes of a character, of a number with its comma, and of the rest of a group.
+_NAME_BYTES, _NUMBER_BYTES, _FRAME_BYTES = 12, 21, 128
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return canonical bytes; raise LocalProtocolError beyond 2 MiB."""
-    data = write_json(attrs.asdict(manifest))
+    groups = [{"group_id": group.group_id, "block_ids": group.block_ids} for group in manifest.groups]
+    data = write_json({"groups": groups, "prefix_len": manifest.prefix_len, "prompt_len": manifest.prompt_len})
     if len(data) > MAX_MANIFEST:
         raise LocalProtocolError(f"the manifest's JSON has {len(data)} bytes, more than {MAX_MANIFEST}")
     return data
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Raise LocalProtocolError for a manifest that no frame can carry; encode only what may be near the limit."""
+    names = sum(len(group.group_id) for group in manifest.groups)
+    ids = sum(len(group.block_ids) for group in manifest.groups)
+    if _NAME_BYTES * names + _NUMBER_BYTES * ids + _FRAME_BYTES * (len(manifest.groups) + 1) > MAX_MANIFEST:
+        encode_manifest(manifest)
 
 
 def decode_manifest(data: bytes) -> Manifest:

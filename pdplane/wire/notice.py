@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import attrs
-
 from pdplane.errors import Cause, LocalProtocolError, Why, WireError
 from pdplane.ids import MAX_ROOM
 from pdplane.messages import (
@@ -139,7 +137,7 @@ def _keys(notice: Notice) -> dict[str, Any]:
             lists = {"required": list(map(list, facts.required)), "advisory": list(map(list, facts.advisory))}
             return {"version": version, "life": life, "fingerprint": lists}
         case _:
-            return attrs.asdict(notice)
+            return {key: getattr(notice, key) for key in _KINDS[_NAMES[type(notice)]][1]}
 
 
 def _cut(text: str) -> str:
