@@ -328,19 +328,20 @@ class RendezvousClient:
 
     async def _search(self, bootstrap: Endpoint, room: Room) -> PrefillFound | PrefillNotFound:
         options, began, pause = self._options, time.monotonic(), self._options.first_pause_s
-        answer_s, slow = min(options.request_timeout_s, options.deadline_s), False
+        answer_s, slow, why = min(options.request_timeout_s, options.deadline_s), False, ""
         while True:
             try:
                 async with asyncio.timeout(began + options.deadline_s - time.monotonic()):
                     return await self._ask(bootstrap, room, answer_s, slow=slow)
             except TimeoutError:  # what several share may outlast one of them
-                return PrefillNotFound(bootstrap, f"{bootstrap}: no answer came within {options.deadline_s:.3g} s")
+                return PrefillNotFound(bootstrap, why or f"no answer came within {options.deadline_s:.3g} s")
             except RendezvousError as error:
+                why = str(error)
                 slow = isinstance(error, SlowRendezvous)
                 patience_s = options.unreachable_s if error.status == 0 and not slow else options.deadline_s
                 left_s = began + patience_s - time.monotonic()
                 if left_s <= 0 or not _is_worth_asking_again(error.status):
-                    return PrefillNotFound(bootstrap, str(error))
+                    return PrefillNotFound(bootstrap, why)
                 answer_s = left_s if slow else answer_s
             await asyncio.sleep(min(pause, left_s))
             pause = min(2 * pause, options.longest_pause_s)
