@@ -14,6 +14,7 @@ import pytest
 
 import pdplane
 from tests import public_program
+from tests.plane.test_library_page import program
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
@@ -28,9 +29,11 @@ def run(*command: str) -> None:
     assert told.returncode == 0, told.stdout + told.stderr
 
 
-def test_mypy_strict() -> None:
+def test_mypy_strict(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    run("mypy", "--strict", "--config-file=", *map(str, EXAMPLES), str(PROGRAM))
+    page = tmp_path / "library_page.py"
+    page.write_text(program())
+    run("mypy", "--strict", "--config-file=", *map(str, EXAMPLES), str(PROGRAM), str(page))
 
 
 def test_pyright(tmp_path: Path) -> None:
