@@ -214,14 +214,14 @@ class Node(Protocol):
         """Take no more, wait up to `drain_s` for what runs, end the rest, join every thread; idempotent."""
 
 
-class PrefillNode(Node, Protocol):
+class PrefillService(Node, Protocol):
     """The prefill daemon."""
 
     def prefill(self, request: PrefillRequest) -> PrefillHandle:
         """Begin a prefill leg; never blocks."""
 
 
-class DecodeNode(Node, Protocol):
+class DecodeService(Node, Protocol):
     """The decode daemon."""
 
     def decode(self, request: DecodeRequest, on_token: Callable[[Token], None]) -> DecodeHandle:

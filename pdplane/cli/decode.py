@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from aiohttp import web
 
-from pdplane.api import DecodeEngine, DecodeRequest
-from pdplane.api import DecodeNode as ServedNode
+from pdplane.api import DecodeEngine, DecodeRequest, DecodeService
 from pdplane.cli.daemon import mlx_needed, run_daemon
 from pdplane.cli.experts import add_expert_flags, attaching_experts
 from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_options, plane_fields
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         return run_daemon("decode", options, config, make_node, _app(args))
 
 
-def _app(args: argparse.Namespace) -> Callable[[ServedNode], web.Application]:
+def _app(args: argparse.Namespace) -> Callable[[DecodeService], web.Application]:
     return partial(decode_app, bootstrap_port=args.bootstrap_port or 8998)
 
 

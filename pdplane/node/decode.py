@@ -21,7 +21,6 @@ from pdplane.api import (
     Finished,
     FinishReason,
     Token,
-    Tokenizer,
 )
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import (
@@ -38,7 +37,8 @@ from pdplane.ids import Room
 from pdplane.kv.manifest import build_manifest
 from pdplane.machine.actions import Delivered
 from pdplane.messages import Fingerprint, hash_prompt
-from pdplane.node.legs import BlockQueue, Blocks, Legs, Place, arrow, check_prompt, open_future, why_ended
+from pdplane.node.legs import Blocks, Place, arrow, check_prompt, open_future, why_ended
+from pdplane.node.life import NodeLife
 from pdplane.plane.config import DecodeConfig
 from pdplane.plane.decode import DecodePlane
 from pdplane.plane.rooms import DecodeRoom
@@ -77,8 +77,10 @@ class DecodeLeg:
         self.timings[name] = (time.monotonic() - since) * 1e3
 
 
-class DecodeNode:
+class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
     """A plane and an engine that make one decode rank."""
+
+    role = "decode"
 
     def __init__(
         self,
@@ -89,13 +91,25 @@ class DecodeNode:
         max_waiting: int = 256,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        self._engine, self._config, self._max_waiting = engine, config, max_waiting
-        self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
-        self._facts = dict(facts or {})
-        self._plane: DecodePlane | None = None
-        self._queue: BlockQueue | None = None
-        self._legs: Legs[DecodeLeg] = Legs()
-        self._draining = False
+        super().__init__(
+            engine,
+            config,
+            http=http,
+            max_waiting=max_waiting,
+            line_timeout_s=config.bootstrap_timeout_s,
+            facts=facts,
+        )
+        self._config = config
+
+    def _make_plane(self, fingerprint: Fingerprint) -> DecodePlane:
+        engine, config = self._engine, self._config
+        return DecodePlane(config, layout=engine.layout, arena=engine.arena, fingerprint=fingerprint, http=self._http)
+
+    def _addresses(self, plane: DecodePlane) -> dict[str, Any]:
+        return {"data": str(plane.data), "session": plane.session}
+
+    def _more_counts(self) -> dict[str, Any]:
+        return {"sequences": dict(self._engine.counts())}
 
     # ---- one request
 
@@ -265,66 +279,3 @@ class DecodeNode:
             blocks = self._legs.release(leg, user)
             if blocks is not None and self._queue is not None:
                 self._queue.release(blocks)
-
-    # ---- life
-
-    def start(self) -> None:
-        """Load the model and open the plane. Raises ConfigError with nothing left open."""
-        try:
-            self._http.start()
-            self._engine.start()
-            self._facts |= {key: value for key, value in self._engine.facts().items() if value is not None}
-            layout, facts = self._engine.layout, self._engine.fingerprint
-            self._queue = BlockQueue(
-                layout, self._http, timeout_s=self._config.bootstrap_timeout_s, max_waiting=self._max_waiting
-            )
-            self._plane = DecodePlane(
-                self._config,
-                layout=layout,
-                arena=self._engine.arena,
-                fingerprint=Fingerprint(facts.required, facts.advisory),
-                http=self._http,
-            )
-            self._plane.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self, drain_s: float = 0.0) -> None:
-        """Take no more, wait up to `drain_s` for what runs, end the rest, join every thread; idempotent."""
-        self._draining = True
-        self._legs.drain(drain_s)
-        self._legs.cancel_all("decode is shutting down", Cause.CLOSING)
-        if self._plane is not None:
-            self._plane.close()
-        self._engine.close()
-        if self._owns_http:
-            self._http.close()
-
-    @property
-    def ready(self) -> bool:
-        return not self._draining and self.alive
-
-    @property
-    def alive(self) -> bool:
-        return self._plane is not None and self._plane.alive
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
-
-    def info(self) -> dict[str, Any]:
-        """Return facts of the model given at construction, and every address."""
-        plane, config = self._plane, self._config
-        found: dict[str, Any] = {**self._facts, "disaggregation_mode": "decode", "tp_size": config.tp_size}
-        found |= {"dp_size": 1, "transport": config.transport}
-        if plane is not None:
-            found |= {"data": str(plane.data), "session": plane.session, "life": plane.life}
-        return found
-
-    def statistics(self) -> dict[str, Any]:
-        """Return every count, JSON-able."""
-        if self._plane is None or self._queue is None:
-            raise LocalProtocolError("this decode has not started", Cause.CLOSING)
-        counts = {"legs": len(self._legs), "sequences": dict(self._engine.counts()), "blocks": self._queue.counts()}
-        return {**counts, **self._plane.statistics()}

@@ -12,14 +12,15 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from pdplane.api import EngineJob, FirstToken, PrefillEngine, PrefillRequest, Token, Tokenizer
+from pdplane.api import EngineJob, FirstToken, PrefillEngine, PrefillRequest, Token
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import Cause, ConfigError, InternalError, LocalProtocolError, PdplaneError, PoolExhausted
 from pdplane.ids import GroupId, Room
 from pdplane.kv.copies import expected_bytes
 from pdplane.kv.manifest import blocks_behind
 from pdplane.messages import Fingerprint, hash_prompt
-from pdplane.node.legs import BlockQueue, Blocks, Legs, Place, arrow, check_prompt, open_future, why_ended
+from pdplane.node.legs import Blocks, Place, arrow, check_prompt, open_future, why_ended
+from pdplane.node.life import NodeLife
 from pdplane.plane.config import PrefillConfig
 from pdplane.plane.prefill import PrefillPlane
 from pdplane.plane.rooms import PrefillRoom, RoomWindow
@@ -62,8 +63,10 @@ class PrefillLeg:
         self.timings[name] = (time.monotonic() - since) * 1e3
 
 
-class PrefillNode:
+class PrefillNode(NodeLife[PrefillEngine, PrefillPlane, PrefillLeg]):
     """A plane and an engine that make one prefill rank."""
+
+    role = "prefill"
 
     def __init__(
         self,
@@ -75,13 +78,26 @@ class PrefillNode:
         facts: Mapping[str, Any] | None = None,
         gate: Gate = pass_at_once,
     ) -> None:
-        self._engine, self._config, self._max_waiting = engine, config, max_waiting
-        self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None
-        self._facts, self._gate = dict(facts or {}), gate
-        self._plane: PrefillPlane | None = None
-        self._queue: BlockQueue | None = None
-        self._legs: Legs[PrefillLeg] = Legs()
-        self._draining = False
+        super().__init__(
+            engine,
+            config,
+            http=http,
+            max_waiting=max_waiting,
+            line_timeout_s=config.waiting_timeout_s,
+            facts=facts,
+        )
+        self._config, self._gate = config, gate
+
+    def _make_plane(self, fingerprint: Fingerprint) -> PrefillPlane:
+        engine, config = self._engine, self._config
+        return PrefillPlane(config, layout=engine.layout, arena=engine.arena, fingerprint=fingerprint, http=self._http)
+
+    def _addresses(self, plane: PrefillPlane) -> dict[str, Any]:
+        found = {"bootstrap_host": self._config.advertised, "bootstrap_port": plane.rendezvous.port}
+        found["control"] = str(plane.control)
+        if plane.legacy_control is not None:
+            found["legacy_control"] = str(plane.legacy_control)
+        return found
 
     # ---- one request
 
@@ -234,67 +250,3 @@ class PrefillNode:
         blocks = self._legs.release(leg, user)
         if blocks is not None and self._queue is not None:
             self._queue.release(blocks)
-
-    # ---- life
-
-    def start(self) -> None:
-        """Load the model, open the plane, announce it. Raises ConfigError with nothing left open."""
-        try:
-            self._http.start()
-            self._engine.start()
-            self._facts |= {key: value for key, value in self._engine.facts().items() if value is not None}
-            layout, facts = self._engine.layout, self._engine.fingerprint
-            self._queue = BlockQueue(
-                layout, self._http, timeout_s=self._config.waiting_timeout_s, max_waiting=self._max_waiting
-            )
-            self._plane = PrefillPlane(
-                self._config,
-                layout=layout,
-                arena=self._engine.arena,
-                fingerprint=Fingerprint(facts.required, facts.advisory),
-                http=self._http,
-            )
-            self._plane.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self, drain_s: float = 0.0) -> None:
-        """Take no more, wait up to `drain_s` for what runs, end the rest, join every thread; idempotent."""
-        self._draining = True
-        self._legs.drain(drain_s)
-        if self._plane is not None:
-            self._plane.close()
-        self._engine.close()
-        if self._owns_http:
-            self._http.close()
-
-    @property
-    def ready(self) -> bool:
-        return not self._draining and self._plane is not None and self._plane.ready
-
-    @property
-    def alive(self) -> bool:
-        return self._plane is not None and self._plane.alive
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
-
-    def info(self) -> dict[str, Any]:
-        """Return facts of the model given at construction, and every address."""
-        plane, config = self._plane, self._config
-        found: dict[str, Any] = {**self._facts, "disaggregation_mode": "prefill", "tp_size": config.tp_size}
-        found |= {"dp_size": config.dp_size, "transport": config.transport}
-        if plane is not None:
-            found |= {"bootstrap_host": config.advertised, "bootstrap_port": plane.rendezvous.port}
-            found |= {"control": str(plane.control), "life": plane.life}
-            if plane.legacy_control is not None:
-                found["legacy_control"] = str(plane.legacy_control)
-        return found
-
-    def statistics(self) -> dict[str, Any]:
-        """Return every count, JSON-able."""
-        if self._plane is None or self._queue is None:
-            raise LocalProtocolError("this prefill has not started", Cause.CLOSING)
-        return {"legs": len(self._legs), "blocks": self._queue.counts(), **self._plane.statistics()}

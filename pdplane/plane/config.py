@@ -90,6 +90,11 @@ class PlaneConfig:
             raise ConfigError(f"no legacy peers: {obstacle}")
 
     @property
+    def groups(self) -> int:
+        """How many data-parallel groups there are on this side."""
+        return 1
+
+    @property
     def advertised(self) -> str:
         return self.advertise_host or self.host
 
@@ -128,6 +133,10 @@ class PrefillConfig(PlaneConfig):
     dp_size: int = 1
     dp_rank: int = 0
     exact: bool = False
+
+    @property
+    def groups(self) -> int:
+        return self.dp_size
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

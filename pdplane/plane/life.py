@@ -128,6 +128,11 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
         """Whether the plane is open and its reactor runs."""
         return self._state == "open" and self._reactor is not None and self._reactor.alive
 
+    @property
+    def ready(self) -> bool:
+        """Peers can find and reach this rank."""
+        return self.alive
+
     def poll(self) -> list[PlaneEvent]:
         """Return the events since the last call, for a scheduler's step loop.
 

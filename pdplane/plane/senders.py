@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @attrs.define
-class _Connection:
+class _DataConnection:
     sender: Sender
     way: str = ""
     over: bool = False
@@ -51,7 +51,7 @@ class _Traffic:
     push_seconds: float = 0.0
     resumed: int = 0  # cuts whose pushes were sent again
 
-    def add(self, connection: _Connection, key: PushKey, nbytes: int, now: float) -> None:
+    def add(self, connection: _DataConnection, key: PushKey, nbytes: int, now: float) -> None:
         began = connection.began.pop(key, now)
         self.pushed_bytes += nbytes
         self.push_seconds += now - max(began, connection.ended)  # time that two pushes share counts once
@@ -67,7 +67,7 @@ class Senders:
         self._config, self._arena, self._life, self._post = config, arena, life, post
         self._legacy_scheme = config.legacy_transport or config.transport
         self._one_sided = {scheme: is_one_sided(scheme) for scheme in (config.transport, self._legacy_scheme)}
-        self._connections: dict[tuple[SessionId, Life], _Connection] = {}
+        self._connections: dict[tuple[SessionId, Life], _DataConnection] = {}
         self._lock = threading.Lock()
         self._traffic = _Traffic()
         self._ending: list[Sender] = []  # stopped; a slow name look-up may keep a thread for a while
@@ -131,13 +131,15 @@ class Senders:
             if one_sided:
                 close_shared(scheme, self._arena)
 
-    def _connect(self, session: SessionId, life: Life, arena_base: int, expected: Life | None = None) -> _Connection:
+    def _connect(
+        self, session: SessionId, life: Life, arena_base: int, expected: Life | None = None
+    ) -> _DataConnection:
         self.close(session, life)
         try:
             peer = Endpoint.parse(session)
         except ValueError as wrong:
             raise ConfigError(f"session {session!r} is no data address: {wrong}") from None
-        connection: _Connection
+        connection: _DataConnection
         scheme = self._config.transport if life else self._legacy_scheme
         # A one-sided transport learns of no life, so the registered one is assumed.
         believed = life if self._one_sided[scheme] else None
@@ -154,7 +156,7 @@ class Senders:
             options=self._config.transport_options,
             target_base=arena_base,
         )
-        connection = self._connections[session, life] = _Connection(sender)
+        connection = self._connections[session, life] = _DataConnection(sender)
         sender.start()
         return connection
 
@@ -163,7 +165,7 @@ class Senders:
         for key in [key for key, connection in self._connections.items() if connection.over]:
             self.close(*key)
 
-    def _hear(self, connection: _Connection, life: Life, believed: Life | None, report: reports.Report) -> None:
+    def _hear(self, connection: _DataConnection, life: Life, believed: Life | None, report: reports.Report) -> None:
         match report:
             case reports.Connected(session, decode_life, way) if not connection.retired:
                 connection.way = way

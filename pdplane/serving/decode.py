@@ -7,7 +7,7 @@ from functools import partial
 
 from aiohttp import web
 
-from pdplane.api import DecodeHandle, DecodeNode, DecodeRequest, Token
+from pdplane.api import DecodeHandle, DecodeRequest, DecodeService, Token
 from pdplane.serving.answer import Piece
 from pdplane.serving.asked import Asked, AskedAnswer, Defaults
 from pdplane.serving.exchange import Exchange
@@ -16,13 +16,13 @@ from pdplane.serving.routes import DEFAULT_BOOTSTRAP_PORT, Half, app_of
 
 
 def decode_app(
-    node: DecodeNode, *, bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT, defaults: Defaults | None = None
+    node: DecodeService, *, bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT, defaults: Defaults | None = None
 ) -> web.Application:
     """Return the application, for the process's HttpThread; `bootstrap_port` is for requests that name none."""
     return app_of(Half(node, "decode", partial(_begin, node), _first_piece, defaults or Defaults(), bootstrap_port))
 
 
-def _begin(node: DecodeNode, asked: Asked, answer: AskedAnswer, on_token: Callable[[Token], None]) -> DecodeHandle:
+def _begin(node: DecodeService, asked: Asked, answer: AskedAnswer, on_token: Callable[[Token], None]) -> DecodeHandle:
     if answer.meeting.prefill is None:
         raise BadField("bootstrap_host is missing: decode looks up its prefill there", "bootstrap_host")
     request = DecodeRequest(

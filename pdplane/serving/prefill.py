@@ -8,7 +8,7 @@ from functools import partial
 
 from aiohttp import web
 
-from pdplane.api import PrefillHandle, PrefillNode, PrefillRequest, Token
+from pdplane.api import PrefillHandle, PrefillRequest, PrefillService, Token
 from pdplane.serving.answer import Piece
 from pdplane.serving.asked import Asked, AskedAnswer, Defaults
 from pdplane.serving.exchange import Exchange
@@ -18,12 +18,14 @@ _EARLY_REFUSAL_S = 0.05
 """How long a stream's headers wait for a refusal (a live room, no blocks), so that it gets its real status."""
 
 
-def prefill_app(node: PrefillNode, *, defaults: Defaults | None = None) -> web.Application:
+def prefill_app(node: PrefillService, *, defaults: Defaults | None = None) -> web.Application:
     """Return the application, for the process's HttpThread."""
     return app_of(Half(node, "prefill", partial(_begin, node), _refusal, defaults or Defaults()))
 
 
-def _begin(node: PrefillNode, _asked: Asked, answer: AskedAnswer, _on_token: Callable[[Token], None]) -> PrefillHandle:
+def _begin(
+    node: PrefillService, _asked: Asked, answer: AskedAnswer, _on_token: Callable[[Token], None]
+) -> PrefillHandle:
     return node.prefill(PrefillRequest(answer.meeting.room, answer.prompt, answer.sampling))
 
 
