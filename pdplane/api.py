@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import attrs
 
@@ -395,6 +395,10 @@ class Engine(Protocol):
         """End every job and join the engine's thread; idempotent."""
 
 
+OnReused: TypeAlias = Callable[[int], None]
+"""Called with the number of the prompt's tokens that come from another prompt's cache."""
+
+
 class PrefillEngine(Engine, Protocol):
     """Computes a prompt's KV into blocks of its arena."""
 
@@ -405,13 +409,17 @@ class PrefillEngine(Engine, Protocol):
         on_step: Callable[[range, range], None],
         key: int = 0,
         sampling: Sampling = GREEDY,
+        on_reused: OnReused = ...,
     ) -> EngineJob[Token]:
         """Begin a prompt; the future gives the token after it. Raises ConfigError at once for what cannot work.
 
         `on_step(steps, chunk)`: the pages that these tokens of the prompt complete are in the arena, in the fields of
         these layout steps (`PrefillRoom.push` takes both). All of it is told before the future gives the first token.
-        `key` names the job on all ranks of a split model.
+        `on_reused` is called once, before. `key` names the job on all ranks of a split model.
         """
+
+    def prompt_caches(self) -> Mapping[str, int]:
+        """Return what is kept of prompts for others that begin alike, as counts; empty when nothing ever is."""
 
 
 class DecodeEngine(Engine, Protocol):

@@ -30,6 +30,11 @@ def size(text: str) -> int:
     return nbytes
 
 
+def size_or_nothing(text: str) -> int:
+    """Return bytes as `size` does, and 0 from `0`."""
+    return 0 if text.strip() == "0" else size(text)
+
+
 def duration(text: str) -> float:
     """Return seconds, from `120`, `1.5s`, `500ms`, `2m`, `1h`."""
     found = _SIZE.match(text.strip())

@@ -17,7 +17,7 @@ from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError
 from pdplane.node.prefill import PrefillLeg, PrefillNode
 from pdplane.node.ranks import BeginLeg, Follower, LeadPrefill, Meet, Ranks, Request
-from pdplane.options import endpoint, port
+from pdplane.options import endpoint, port, size_or_nothing
 from pdplane.plane.config import PrefillConfig
 from pdplane.serving.prefill import prefill_app
 
@@ -40,12 +40,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="rendezvous at which to register (default: serve one here)",
     )
-    own.add_argument("--exact", action="store_true", help="refuse a decode whose last bits could differ")
+    own.add_argument(
+        "--exact",
+        action="store_true",
+        help="refuse a decode whose last bits could differ, and reuse only such caches as keep them",
+    )
+    own.add_argument(
+        "--prompt-cache-bytes",
+        type=size_or_nothing,
+        default="1GiB",
+        metavar="SIZE",
+        help="caches of prompts to keep for others that begin alike 0 for none (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the daemon; return the exit code. Raises ConfigError."""
     options = daemon_options(args)
+    chosen = attrs.evolve(options.engine, exact=args.exact, prompt_cache_bytes=args.prompt_cache_bytes)
+    options = attrs.evolve(options, engine=chosen)
     config = PrefillConfig(
         **plane_fields(args),
         control_port=args.control_port,

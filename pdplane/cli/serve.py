@@ -22,7 +22,7 @@ from pdplane.cli.process import LEVELS, StopSignal, exit_with_parent
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint
-from pdplane.options import count, duration, port, url
+from pdplane.options import count, duration, port, size_or_nothing, url
 from pdplane.serving.members import ROLES, Member, Members, Role
 from pdplane.serving.pair import PairOptions, pair_app
 
@@ -38,12 +38,15 @@ MODEL_FLAGS = (
     "--kv-bits", "--kv-group-size", "--blas", "--seed",
 )  # fmt: skip
 
+ROLE_FLAGS: Mapping[Role, tuple[str, ...]] = {"prefill": ("--prompt-cache-bytes",), "decode": ("--decode-concurrency",)}
+
 # What mlx_lm.server knows and a pair of daemons cannot do.
 _REFUSED: Mapping[str, str] = {
     "--draft-model": "speculative decoding is not built",
     "--num-draft-tokens": "speculative decoding is not built",
     "--pipeline": "a model is split over ranks by mlx.launch, see docs/operations.md",
     "--quantized-kv-start": "the cache is quantised from its first token on, see --kv-bits",
+    "--prompt-cache-size": "caches of prompts are bounded in bytes, see --prompt-cache-bytes",
     "--prompt-concurrency": "prompts are computed one after the other, a chunk a turn",
 }
 
@@ -62,6 +65,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     serve.add_argument(
         "--api-key", metavar="KEY", help="key that clients must send (default: $PDPLANE_API_KEY, else none)"
+    )
+    serve.add_argument(
+        "--prompt-cache-bytes",
+        type=size_or_nothing,
+        default="1GiB",
+        metavar="SIZE",
+        help="caches of prompts that prefill keeps for others that begin alike, 0 for none (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--decode-concurrency",
+        type=count,
+        default=32,
+        metavar="N",
+        help="sequences that decode runs together (default: %(default)s)",
     )
     serve.add_argument(
         "--allowed-origins", type=_origins, default=("*",), metavar="ORIGINS",
@@ -206,7 +223,7 @@ def _daemon(role: Role, args: argparse.Namespace) -> list[str]:
         words.append("--log-json")
     if role == "prefill":
         words += ["--bootstrap-port", "0"]
-    for flag in MODEL_FLAGS:
+    for flag in (*MODEL_FLAGS, *ROLE_FLAGS[role]):
         value = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if value is not None:
             words += [flag, str(value)]

@@ -36,13 +36,14 @@ class Forward:
     def __attrs_post_init__(self) -> None:
         self.caches = list(make_prompt_cache(self.model.network))
 
-    def prefill_chunks(self, tokens: Sequence[int], begin: Callable[[int], None] = lambda _goal: None) -> Iterator[int]:
+    def prefill_chunks(
+        self, tokens: Sequence[int], begin: Callable[[int], None] = lambda _goal: None, done: int = 0
+    ) -> Iterator[int]:
         """Run all tokens but the last, a chunk at each `next`; yield the tokens done so far.
 
         `begin` is called before each chunk with the tokens done after it. Chunks are `prefill_step_size` long, and the
-        last token is left for `step`: other chunks give other bits.
+        last token is left for `step`: other chunks give other bits. The caches hold `done` tokens already.
         """
-        done = 0
         while (remaining := len(tokens) - 1 - done) > 0:
             chunk = tokens[done : done + min(self.options.prefill_step_size, remaining)]
             begin(done + len(chunk))

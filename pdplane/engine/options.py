@@ -20,6 +20,12 @@ def no_progress(name: str, done: int, total: int) -> None:
     """Ignore the progress."""
 
 
+_LEAST = {
+    "prefill_step_size": 1, "block_tokens": 1, "arena_bytes": 1, "assemble_ahead_bytes": 1, "decode_concurrency": 1,
+    "layerwise_interval": 0, "prompt_cache_bytes": 0,
+}  # fmt: skip
+
+
 @attrs.frozen
 class EngineOptions:
     """What a prefill and a decode engine must agree on, and the size of the arena.
@@ -46,6 +52,9 @@ class EngineOptions:
     decode_concurrency: int = 32
     """How many sequences take steps together in decode's batch; the others wait with their first token."""
 
+    prompt_cache_bytes: int = 1 << 30
+    """How much prefill keeps of the caches of prompts, for others that begin alike; 0 keeps nothing."""
+
     assemble_ahead_bytes: int = 1 << 20
     """Decode copies what has landed once it is this much; less is left for the end, where it takes a moment."""
 
@@ -54,11 +63,9 @@ class EngineOptions:
             raise ConfigError(f"page_layout must be one of {', '.join(PAGE_LAYOUTS)}, not {self.page_layout!r}")
         if self.page_layout == "nhd" and self.kv_bits is not None:
             raise ConfigError("legacy pages (nhd) cannot express a quantised KV cache: drop kv_bits or take hnd")
-        for name in ("prefill_step_size", "block_tokens", "arena_bytes", "assemble_ahead_bytes", "decode_concurrency"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.layerwise_interval < 0:
-            raise ConfigError(f"layerwise_interval must be at least 0, not {self.layerwise_interval}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.kv_bits is not None and self.kv_bits not in KV_BITS:
             raise ConfigError(f"kv_bits must be one of {', '.join(map(str, KV_BITS))}, not {self.kv_bits}")
         if self.kv_group_size not in KV_GROUP_SIZES:

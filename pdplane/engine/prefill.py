@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from pdplane.api import GREEDY, Sampling, Token
+from pdplane.api import GREEDY, OnReused, Sampling, Token
 from pdplane.engine.caches import Leaf
 from pdplane.engine.engine import MlxEngine
 from pdplane.engine.forward import Forward, count_chunks
@@ -15,11 +15,16 @@ from pdplane.engine.layout import carried
 from pdplane.engine.model import Prepare
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.pages import Blocks
+from pdplane.engine.prefixes import PromptCaches
 from pdplane.engine.prompts import PromptLine
 from pdplane.engine.ranks import RankGroup
 from pdplane.engine.sampling import Sampler
 from pdplane.engine.tap import OnStep, Tap
 from pdplane.engine.thread import Job, Turns
+
+
+def _ignore(_tokens: int) -> None:
+    """Take no notice."""
 
 
 class MlxPrefillEngine(MlxEngine):
@@ -28,6 +33,7 @@ class MlxPrefillEngine(MlxEngine):
     def __init__(self, options: EngineOptions, prepare: Prepare | None = None, group: RankGroup | None = None) -> None:
         super().__init__(options, prepare, group)
         self._line: PromptLine[Job[Any]] = PromptLine()
+        self._caches = PromptCaches(options) if group is None else None  # ranks could keep different prompts
 
     def prefill(
         self,
@@ -36,6 +42,7 @@ class MlxPrefillEngine(MlxEngine):
         on_step: OnStep,
         key: int = 0,
         sampling: Sampling = GREEDY,
+        on_reused: OnReused = _ignore,
         *,
         keep_row: bool = False,
     ) -> Job[Token]:
@@ -43,7 +50,8 @@ class MlxPrefillEngine(MlxEngine):
 
         `on_step(steps, chunk)` is called on the MLX thread when the pages that these tokens complete are in the arena,
         in the fields of those layout steps: each (step, token) once, in the tokens' order, all of them before the job
-        ends well. An exception from it fails the job. `key` is the job's name on all ranks of a split model. With
+        ends well. An exception from it fails the job. Before the first chunk `on_reused` gets the number of tokens that
+        come from the cache of another prompt. `key` is the job's name on all ranks of a split model. With
         `keep_row` the token is a `RowToken`. Raises ConfigError at once for what cannot work.
         """
         prompt = tuple(tokens)
@@ -54,27 +62,50 @@ class MlxPrefillEngine(MlxEngine):
         self.opened.pages.check(blocks, self.blocks_needed(len(prompt)))
         owned = {group_id: tuple(ids) for group_id, ids in blocks.items()}
         return self.thread.share(
-            lambda: self._turns(prompt, owned, on_step, sampling, keep_row=keep_row),
+            lambda: self._turns(prompt, owned, on_step, sampling, on_reused, keep_row=keep_row),
             key,
             f"{len(prompt)} tokens, {sampling}",
             self._line,
-            count_chunks(len(prompt), self.options.prefill_step_size),
+            self._count_chunks(len(prompt) - (self._caches.reusable(prompt) if self._caches else 0)),
         )
 
     def _turns(
-        self, prompt: tuple[int, ...], blocks: Blocks, on_step: OnStep, sampling: Sampling, *, keep_row: bool
+        self,
+        prompt: tuple[int, ...],
+        blocks: Blocks,
+        on_step: OnStep,
+        sampling: Sampling,
+        on_reused: OnReused,
+        *,
+        keep_row: bool,
     ) -> Turns[Token]:
         forward = Forward(self.opened.model, self.options)
+        kept, reused = self._caches.take(prompt) if self._caches else (None, 0)
+        on_reused(reused)
         tap = Tap(self._leaves_by_step(), self.opened.pages, blocks, on_step, self.options)
-        tap.attach(forward.caches, count_chunks(len(prompt), self.options.prefill_step_size))
-        for done in forward.prefill_chunks(prompt, tap.begin):
+        if kept is not None:
+            forward.caches[:] = kept
+        tap.attach(forward.caches, self._count_chunks(len(prompt) - reused))
+        if reused:  # its pages can leave at once
+            tap.begin(reused)
+            tap.end(forward.caches)
+        for done in forward.prefill_chunks(prompt, tap.begin, reused):
             tap.end(forward.caches)
             if done < len(prompt) - 1:
                 yield
         row = forward.step(mx.array(prompt[-1]), Sampler(sampling, prompt, self.kept))
         token = row.read(keep_row=keep_row)
         tap.finish(forward.caches, len(prompt))
+        if self._caches:
+            self._caches.keep(prompt, forward.caches)
         return token
+
+    def prompt_caches(self) -> dict[str, int]:
+        """Return what is kept of prompts, and how many tokens were reused so far."""
+        return self._caches.counts() if self._caches else {}
+
+    def _count_chunks(self, tokens: int) -> int:
+        return count_chunks(tokens, self.options.prefill_step_size)
 
     def _leaves_by_step(self) -> list[tuple[int, Leaf]]:
         """Return all leaves that have bytes with their layout steps, ascending."""

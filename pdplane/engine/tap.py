@@ -110,7 +110,7 @@ class Tap:
         self._ready: list[int] = []
 
     def attach(self, caches: list[Cache], chunks: int) -> None:
-        """Replace a new prompt's plain caches by ones that report their updates."""
+        """Replace a prompt's plain caches by ones that report their updates; they hold the same rows."""
         if not self._history:
             self.interval = 0
         if not self.interval:
@@ -121,7 +121,9 @@ class Tap:
             leaf, form = self._leaves[number], None
             if leaf.cache_class is QuantizedKVCache:
                 form = self._options.kv_group_size, self._options.kv_bits or 8
-            leaf.put(caches, TappedCache(functools.partial(self._updated, number), form))
+            plain, tapped = leaf.find(caches), TappedCache(functools.partial(self._updated, number), form)
+            tapped.keys, tapped.values, tapped.offset = plain.keys, plain.values, plain.offset
+            leaf.put(caches, tapped)
 
     def begin(self, goal: int) -> None:
         """Begin a chunk, after which the caches hold `goal` tokens."""

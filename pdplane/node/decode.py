@@ -62,6 +62,7 @@ class DecodeLeg:
     job: EngineJob[FinishReason] | None = None
     why: Why | None = None
     count: int = 0
+    cached_tokens: int = 0
     _give_up: Callable[[DecodeLeg], None] = attrs.field(kw_only=True)
 
     @property
@@ -178,6 +179,7 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
         whole = time.monotonic()
         try:
             delivered = done.result()
+            leg.cached_tokens = delivered.cached_tokens
             if leg.why is not None:
                 raise RoomFailed(leg.request.room, leg.why.cause, leg.why.text)
             if delivered.first_token is None:  # every daemon's prefill draws one; a serving stack's own need not
@@ -229,7 +231,7 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
             return
         leg.mark("decode_ms", leg.began + leg.timings.get("first_token_ms", 0.0) / 1e3)
         self._legs.remove(leg)
-        finished = Finished(job.result(), len(leg.request.tokens), leg.count, 0, dict(leg.timings))
+        finished = Finished(job.result(), len(leg.request.tokens), leg.count, leg.cached_tokens, dict(leg.timings))
         leg.done.set_result(finished)
 
     def _give_up(self, leg: DecodeLeg) -> None:

@@ -48,6 +48,7 @@ class PrefillLeg:
     gone: set[str] = attrs.field(factory=set)
     job: EngineJob[Token] | None = None
     nbytes: int = 0
+    reused: int = 0
     first: FirstToken | None = None
     pushed: float | None = None
     computed: float = 0.0
@@ -58,6 +59,10 @@ class PrefillLeg:
 
     def cancel(self, text: str, cause: Cause = Cause.CANCELLED) -> None:
         self.room.cancel(text, cause)
+
+    def reuse(self, tokens: int) -> None:
+        """Note how many tokens come from another prompt's cache."""
+        self.reused = tokens
 
     def mark(self, name: str, since: float) -> None:
         self.timings[name] = (time.monotonic() - since) * 1e3
@@ -166,6 +171,7 @@ class PrefillNode(NodeLife[PrefillEngine, PrefillPlane, PrefillLeg]):
                 lambda steps, chunk: self._push(leg, blocks, steps, chunk),
                 leg.number,
                 leg.request.sampling,
+                leg.reuse,
             )
         except PdplaneError as error:
             leg.cancel(str(error), error.cause)
@@ -205,7 +211,7 @@ class PrefillNode(NodeLife[PrefillEngine, PrefillPlane, PrefillLeg]):
     def _succeed(self, leg: PrefillLeg, first: FirstToken) -> None:
         leg.first = first
         try:
-            leg.room.finish(first.token, first.logprob, top=first.top)
+            leg.room.finish(first.token, first.logprob, cached_tokens=leg.reused, top=first.top)
         except PdplaneError as error:  # a token that no status can carry
             leg.cancel(f"prefill failed: {error}", error.cause)
 
@@ -250,3 +256,6 @@ class PrefillNode(NodeLife[PrefillEngine, PrefillPlane, PrefillLeg]):
         blocks = self._legs.release(leg, user)
         if blocks is not None and self._queue is not None:
             self._queue.release(blocks)
+
+    def _more_counts(self) -> dict[str, Any]:
+        return {"prompt_caches": dict(self._engine.prompt_caches())}

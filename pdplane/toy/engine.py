@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from pdplane.api import GREEDY, EngineDecodeRequest, FinishReason, Said, Sampling, Token
+from pdplane.api import GREEDY, EngineDecodeRequest, FinishReason, OnReused, Said, Sampling, Token
 from pdplane.errors import ConfigError, InternalError
 from pdplane.ids import FieldId, GroupId
 from pdplane.kv.arena import Arena, Pool
@@ -197,12 +197,17 @@ class ToyPrefillEngine(ToyEngine):
         on_step: Callable[[range, range], None],
         key: int = 0,
         sampling: Sampling = GREEDY,
+        on_reused: OnReused = lambda _tokens: None,
     ) -> ToyJob[Token]:
         """Begin a prompt; the future gives the first token, or the poison's RuntimeError."""
+        on_reused(0)
         self.check_prompt_len(len(tokens))
         for token in tokens:
             self.check_token(token)
         return self._thread.submit(self._prefill(tuple(tokens), blocks, on_step, sampling))
+
+    def prompt_caches(self) -> dict[str, int]:
+        return {}
 
     def _prefill(
         self,

@@ -167,7 +167,12 @@ class Pair:
 def options(model: str, **changes: int | str | None) -> EngineOptions:
     """Small chunks, small blocks and a small arena, so that short prompts cover every border."""
     small = EngineOptions(
-        model, prefill_step_size=STEP_SIZE, block_tokens=BLOCK_TOKENS, arena_bytes=16 << 20, assemble_ahead_bytes=1
+        model,
+        prefill_step_size=STEP_SIZE,
+        block_tokens=BLOCK_TOKENS,
+        arena_bytes=16 << 20,
+        assemble_ahead_bytes=1,
+        exact=True,
     )
     return attrs.evolve(small, **changes)
 
