@@ -18,7 +18,7 @@ from pdplane.machine.quarantine import Quarantine
 from pdplane.machine.settings import DecodeSettings
 from pdplane.machine.states import DECODE_TABLE, DecodeMove, DecodeState, advance
 from pdplane.machine.timers import Timers
-from pdplane.machine.uses import Graveyard, Tombstone
+from pdplane.machine.uses import DecodeLife, Graveyard, Known, RankUse, Standing, Tombstone, standing
 from pdplane.messages import Cancel, Status, Window
 
 
@@ -92,13 +92,17 @@ class DecodeUse:
 # A room that breaks closes its fence first and only then reports to its caller, so that the blocks are free by then.
 
 
+_RAW: DecodeLife = (SessionId(""), Life(""))  # stands for prefill ranks whose words name no use
+
+
 class DecodeRooms:
     """Every room of one decode rank: live, ended, and those whose blocks may still be written to."""
 
     def __init__(
         self, settings: DecodeSettings, layout: Layout, session: SessionId, peers: Peers, rejected: Counter[str]
     ) -> None:
-        self._settings, self._layout, self._session = settings, layout, session
+        self._settings, self._layout = settings, layout
+        self._me: DecodeLife = (session, Life(""))  # the one decode rank whose uses these are
         self._peers, self._rejected = peers, rejected
         self._live: dict[Room, DecodeUse] = {}
         self._graveyard = Graveyard()
@@ -126,24 +130,32 @@ class DecodeRooms:
         self, turn: DecodeTurn, number: Room, generation: Generation, peer: PrefillPeer | None
     ) -> DecodeUse | None:
         """Return the waiting room of this generation (and this peer), or None after counting why there is none."""
-        room = self._live.get(number)
-        if room is not None and room.generation == generation and room.state is DecodeState.WAITING:
-            if peer is None or room.peer == peer.key:
-                return room
+        room, found = self._live.get(number), self._standing(number, generation, turn.now)
+        if room is None or found is not Standing.LIVE or room.state is not DecodeState.WAITING:
+            self._rejected["unknown_room" if found is Standing.NEW else "late"] += 1
+        elif peer is None or room.peer == peer.key:
+            return room
+        else:
             self._rejected["foreign_peer"] += 1
-            return None
-        buried = room is not None or self._graveyard.find(number, turn.now) is not None
-        self._rejected["late" if buried else "unknown_room"] += 1
         return None
+
+    def _standing(self, number: Room, generation: Generation | None, now: float) -> Standing:
+        """Return where a use stands that a prefill rank names by its generation; None for a caller's request."""
+        room = self._live.get(number)
+        if room is not None:
+            known = Known(live={self._me: room.generation}, requested=True)
+        else:
+            known = Known(stone=self._graveyard.find(number, now))
+        return standing(known, None if generation is None else RankUse(self._me, generation))
 
     def taken(self, turn: DecodeTurn, number: Room) -> str | None:
         """Return why the number takes no new use now, or None."""
-        if number in self._live:
-            return "is live"
         if number in self.quarantine:
             return "has failed, and its blocks may still be written to"
-        stone = self._graveyard.find(number, turn.now)
-        return "has just ended and its peer cannot tell uses apart" if stone and stone.is_raw else None
+        found = self._standing(number, None, turn.now)
+        if found is Standing.LIVE:
+            return "is live"
+        return "has just ended and its peer cannot tell uses apart" if found is Standing.UNCLEAR else None
 
     @property
     def is_full(self) -> bool:
@@ -249,8 +261,9 @@ class DecodeRooms:
         number = room.request.room
         self._timers.drop(number)
         del self._live[number]
-        ended = {(self._session, Life("")): Generation(0)} if raw else {}
-        self._graveyard.bury(number, Tombstone(room.why, turn.now + self._settings.tombstone_s, ended=ended))
+        ended = {self._me: room.generation} | ({_RAW: Generation(0)} if raw else {})
+        until = turn.now + self._settings.tombstone_s
+        self._graveyard.bury(number, Tombstone(room.why, until, ended=ended, members=frozenset({self._me})))
         self.totals[room.state.value] += 1
 
     def _enter_waiting(self, turn: DecodeTurn, room: DecodeUse) -> None:

@@ -23,7 +23,7 @@ from pdplane.machine.prefill_rooms import TOO_MANY, PrefillRooms, PrefillUse, Ra
 from pdplane.machine.sessions import DecodePeer, PrefillTurn, Session, Sessions
 from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.states import PrefillMove, PrefillState
-from pdplane.machine.uses import RankUse, is_over
+from pdplane.machine.uses import Known, RankUse, Standing, standing
 from pdplane.messages import Cancel, Drain, Fingerprint, Hello, Ping, UnknownSession, Window
 
 
@@ -199,13 +199,12 @@ class PrefillMachine:
         self._rooms.drain(turn, room)
 
     def _request_refusal(self, turn: PrefillTurn, event: events.PrefillRequested) -> PdplaneError | None:
-        room = self._rooms.get(event.room)
-        if room is not None and room.request is not None:
+        room, found = self._rooms.get(event.room), standing(self._rooms.known(event.room, turn.now), None)
+        if found is Standing.LIVE:
             return LocalProtocolError(f"room {event.room} is live", Cause.LIVE)
         if self._closing is not None:
             return RoomFailed(event.room, self._closing.cause, self._closing.text)
-        stone = self._rooms.tombstone(event.room, turn.now)
-        if stone is not None and stone.requested and stone.is_raw:
+        if found is Standing.UNCLEAR:
             text = f"room {event.room} has just ended and its peer cannot tell uses apart"
             return LocalProtocolError(text, Cause.LIVE)
         if room is None and self._rooms.is_full:
@@ -216,73 +215,69 @@ class PrefillMachine:
     # ---- offers
 
     def _offered(self, turn: PrefillTurn, number: Room, offer: RankOffer) -> None:
-        room = self._rooms.get(number)
-        if self._is_late(turn, number, room, offer):
+        room, known = self._rooms.get(number), self._rooms.known(number, turn.now)
+        fits = room is None or room.prompt_conflict(offer) is None
+        found = standing(known, offer.part, fits=fits)
+        if found is Standing.OVER or (room is not None and room.offers.get(offer.session.id) == offer):
             self._rejected["late"] += 1
+            if room is None and known.stone is not None and known.stone.why:  # it may have missed the end
+                self._tell(turn, number, offer, known.stone.why)
             return
         try:
             _validate(offer.manifest, offer.session)
         except WireError as wrong:
             self._unusable(turn, number, offer, str(wrong))
             return
-        known = room.offers.get(offer.session.id) if room else None
-        if room is not None and known is not None:
+        self._judged(turn, number, offer, known, found)
+
+    def _judged(self, turn: PrefillTurn, number: Room, offer: RankOffer, known: Known, found: Standing) -> None:
+        """Take a sound offer, or tell why not."""
+        room = self._rooms.get(number)
+        held = room.offers.get(offer.session.id) if room else None
+        if room is not None and held is not None:
             # A decode rank has one use of a number at a time, so a second offer means that the first is over.
             self._rooms.break_(turn, room, Why(Cause.CANCELLED, "decode offered the room again"))
-            if offer.generation == known.generation:
+            if found is Standing.LIVE:
                 return
             room = None
-        if refusal := self._offer_refusal(turn, number, room, offer):
+        if refusal := self._offer_refusal(room, known, offer, found):
             self._rejected["preallocation"] += 1
-            self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, refusal)
-            return
-        room = room or self._rooms.open(turn, number)
-        if why := room.take_as_late(offer):
+            self._tell(turn, number, offer, refusal)
+            if room is None and found is Standing.LATE:
+                self._rooms.remember(turn, number, offer.part)
+        elif room is not None and found is Standing.LATE:
             self._rejected["late"] += 1
-            self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, why)
-            return
+            self._tell(turn, number, offer, room.remember_missed(offer.part))
+        else:
+            self._take(turn, room or self._rooms.open(turn, number), offer)
+
+    def _take(self, turn: PrefillTurn, room: PrefillUse, offer: RankOffer) -> None:
         self._rooms.offered(turn, room, offer)
         self._settle(turn, room)
 
-    def _is_late(self, turn: PrefillTurn, number: Room, room: PrefillUse | None, offer: RankOffer) -> bool:
-        """Return whether this use is over, or has its offer already."""
-        if room is not None:
-            known = room.offers.get(offer.session.id)
-            older = known is not None and offer.generation < known.generation
-            return offer == known or older or is_over(room.ended, offer.part)
-        stone = self._rooms.tombstone(number, turn.now)
-        if stone is None or not offer.generation or not stone.covers(offer.part):
-            return False
-        if stone.why:  # a decode rank that offers it again may have missed the end
-            self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, stone.why)
-        return True
+    def _tell(self, turn: PrefillTurn, number: Room, offer: RankOffer, why: Why) -> None:
+        self._rooms.tell_failed(turn, offer.session.identity, number, offer.generation, why)
 
-    def _offer_refusal(self, turn: PrefillTurn, number: Room, room: PrefillUse | None, offer: RankOffer) -> Why | None:
+    def _offer_refusal(self, room: PrefillUse | None, known: Known, offer: RankOffer, found: Standing) -> Why | None:
         """Return why this offer cannot be taken, or None; a refusal leaves the room that it names alone."""
         if offer.session.life and not offer.generation:
             return Why(Cause.REFUSED, "no window notice came before the offer")
         if room is not None:
             return room.place_conflict(offer) if room.takes_offers else Why(Cause.LIVE, "the room is live")
-        stone = self._rooms.tombstone(number, turn.now)
-        if stone is not None and not offer.generation:
-            return stone.why or Why(Cause.LIVE, "the room has just ended")
-        if stone is not None and stone.missed_by(offer.part.peer):
-            self._rooms.remember(turn, number, stone, offer.part)
-            return stone.why
-        if self._closing is not None:
-            return self._closing
-        return TOO_MANY if self._rooms.is_full else None
+        if found in (Standing.UNCLEAR, Standing.LATE):
+            return (known.stone and known.stone.why) or Why(Cause.LIVE, "the room has just ended")
+        return self._closing or (TOO_MANY if self._rooms.is_full else None)
 
     def _unusable(self, turn: PrefillTurn, number: Room, offer: RankOffer, reason: str) -> None:
         """End a registered decode rank's part in a room, since its offer can never be written to."""
         self._rejected["preallocation"] += 1
-        identity, why = offer.session.identity, Why(Cause.REFUSED, f"decode's offer is unusable: {reason}")
-        self._rooms.tell_failed(turn, identity, number, offer.generation, Why(Cause.REFUSED, reason))
+        why = Why(Cause.REFUSED, f"decode's offer is unusable: {reason}")
+        self._tell(turn, number, offer, Why(Cause.REFUSED, reason))
         room = self._rooms.get(number)
         if room is None:
             if offer.generation:
                 self._rooms.withdraw(turn, number, offer.part, offer.prompt_hash, why)
-        elif room.takes_offers or room.takes_part(identity, offer.generation):
+        elif room.takes_offers or room.takes_part(offer.session.identity, offer.generation):
             self._rooms.decline(turn, room, offer.part, why)
 
     def _settle(self, turn: PrefillTurn, room: PrefillUse) -> None:
@@ -296,9 +291,8 @@ class PrefillMachine:
         if self._sessions.is_native(event.identity):
             turn.add(Send(event.identity, UnknownSession(event.room, event.session)))
         else:
-            self._rooms.tell_failed(
-                turn, event.identity, event.room, Generation(0), Why(Cause.PEER_LOST, "unknown session")
-            )
+            unknown = Why(Cause.PEER_LOST, "unknown session")
+            self._rooms.tell_failed(turn, event.identity, event.room, Generation(0), unknown)
 
     def _cancelled_by_decode(self, turn: PrefillTurn, peer: DecodePeer, cancel: Cancel) -> None:
         """End the use that the decode rank offered or only announced.

@@ -18,7 +18,7 @@ from pdplane.machine.sessions import PrefillTurn, Session, Sessions
 from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.states import PREFILL_TABLE, PrefillMove, PrefillState, advance
 from pdplane.machine.timers import Timers
-from pdplane.machine.uses import DecodeLife, Graveyard, RankUse, Tombstone, merge
+from pdplane.machine.uses import DecodeLife, Graveyard, Known, RankUse, Standing, Tombstone, merge, standing
 from pdplane.messages import Failed, Push, Status, StatusCode, Window
 
 
@@ -88,18 +88,13 @@ class PrefillUse:
                 return Why(Cause.REFUSED, "the room has another session of this decode rank")
         return None
 
-    def take_as_late(self, newcomer: RankOffer) -> Why | None:
-        """Return why the last use failed if this offer belongs to that use, else None.
-
-        Only the prompt shows it, since a request carries no generation. The offer counts as ended from then on.
-        """
+    def remember_missed(self, part: RankUse) -> Why:
+        """Remember that a decode rank has heard of the last use's failure; return why that failed."""
         before = self.before
-        if before is None or not before.missed_by(newcomer.part.peer):
-            return None
-        if self.prompt_conflict(newcomer) is None:
-            return None
-        self.before = attrs.evolve(before, members=before.members | {newcomer.part.peer})
-        self.ended = merge(self.ended, newcomer.part)
+        assert before is not None, "it missed a use that is remembered"
+        assert before.why is not None, "only a use that failed is missed"
+        self.before = attrs.evolve(before, members=before.members | {part.peer})
+        self.ended = merge(self.ended, part)
         return before.why
 
     def prompt_conflict(self, *newcomers: RankOffer) -> Why | None:
@@ -187,8 +182,13 @@ class PrefillRooms:
         room = self._live.get(number)
         return room if room and room.request and room.request.ticket == ticket else None
 
-    def tombstone(self, number: Room, now: float) -> Tombstone | None:
-        return None if number in self._live else self._graveyard.find(number, now)
+    def known(self, number: Room, now: float) -> Known:
+        """Return what `standing` needs to know of a number."""
+        room = self._live.get(number)
+        if room is None:
+            return Known(stone=self._graveyard.find(number, now))
+        live = {offer.part.peer: offer.generation for offer in room.offers.values()}
+        return Known(live, room.request is not None, room.ended, room.before)
 
     @property
     def is_full(self) -> bool:
@@ -264,11 +264,12 @@ class PrefillRooms:
 
     def withdraw(self, turn: PrefillTurn, number: Room, use: RankUse, prompt_hash: str, why: Why) -> None:
         """Remember that a decode rank gave a use up, under a number that no live room has."""
-        stone = self._graveyard.find(number, turn.now)
-        if stone is not None and stone.covers(use):
+        known = self.known(number, turn.now)
+        found, stone = standing(known, use), known.stone
+        if found in (Standing.OVER, Standing.UNCLEAR):
             return
-        if stone is not None and (stone.missed_by(use.peer) or (stone.requested and stone.is_raw)):
-            self.remember(turn, number, stone, use)
+        if found is Standing.LATE or standing(known, None) is Standing.UNCLEAR:
+            self.remember(turn, number, use)
             return
         self._graveyard.bury(
             number,
@@ -288,17 +289,13 @@ class PrefillRooms:
             room.declined.append(use)
         self.break_(turn, room, why)
 
-    def remember(self, turn: PrefillTurn, number: Room, stone: Tombstone, use: RankUse) -> None:
+    def remember(self, turn: PrefillTurn, number: Room, use: RankUse) -> None:
         """Add a decode rank's use to a tombstone: its message came after the room had failed."""
-        self._graveyard.bury(
-            number,
-            attrs.evolve(
-                stone,
-                until=max(stone.until, turn.now + self._settings.tombstone_s),
-                ended=merge(stone.ended, use),
-                members=stone.members | {use.peer},
-            ),
-        )
+        stone = self._graveyard.find(number, turn.now)
+        assert stone is not None, "the last use is remembered"
+        until = max(stone.until, turn.now + self._settings.tombstone_s)
+        ended, members = merge(stone.ended, use), stone.members | {use.peer}
+        self._graveyard.bury(number, attrs.evolve(stone, until=until, ended=ended, members=members))
 
     def expire(self, turn: PrefillTurn) -> None:
         self._graveyard.expire(turn.now)

@@ -1,7 +1,8 @@
-"""What is remembered of ended rooms, so that late messages are told from unknown ones and revive nothing."""
+"""Uses of a room's number: which is new, live, late or over, and what is remembered of those that ended."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -42,7 +43,7 @@ class Tombstone:
 
     def covers(self, use: RankUse) -> bool:
         """Return whether this use is over, or older than one that is."""
-        return is_over(self.ended, use)
+        return _is_over(self.ended, use)
 
     def awaits(self, prompt_hash: str | None) -> bool:
         """Return whether a request of this prompt may belong to this use, given up by decode before it came."""
@@ -60,7 +61,79 @@ class Tombstone:
         return 0 in self.ended.values()
 
 
-def is_over(ended: Mapping[DecodeLife, Generation], use: RankUse) -> bool:
+class Standing(enum.Enum):
+    """Where a use of a room's number stands."""
+
+    NEW = "new"  # it may begin, or join the live room
+    LIVE = "live"  # the live room has it
+    LATE = "late"  # it failed here before this decode rank had a part in it, which must be told
+    OVER = "over"  # it ended here, or is older than one that did
+    UNCLEAR = "unclear"  # after an end, and nobody can tell: no generation says whether it is that use or another one
+
+
+@attrs.frozen
+class Known:
+    """What is known of one room's number.
+
+    `live` holds the generations of the live room by decode rank, None without one; `ended` what it remembers as over.
+    `requested` says whether a caller has asked for it. `stone` is left of the last use, for a short time.
+    """
+
+    live: Mapping[DecodeLife, Generation] | None = None
+    requested: bool = False
+    ended: Mapping[DecodeLife, Generation] = attrs.field(factory=dict)
+    stone: Tombstone | None = None
+
+
+def standing(known: Known, use: RankUse | None, *, fits: bool = True) -> Standing:
+    """Return where a use stands: no other place decides it, on either role.
+
+    `use` is the one that a peer's message names; None is a caller's request, which begins a use of its own. `fits` says
+    whether its prompt can be that of the live room.
+
+        room   use                                                                      standing
+        live   its rank has this generation in the room                                 LIVE
+        live   its rank has a newer one in the room, or the room remembers it as over   OVER
+        live   its rank missed the last use, which failed; and its prompt does not fit  LATE
+        live   any other: a rank that joins, or the next generation of one              NEW
+        none   it has no generation, and a use has just ended                           UNCLEAR
+        none   it has just ended, or a newer one of its rank has                        OVER
+        none   its rank missed the last use, which failed                               LATE
+        none   any other                                                                NEW
+        live   a request, after another one                                             LIVE
+        live   a request, the first one                                                 NEW
+        none   a request, and a peer without generations had a part in the last one     UNCLEAR
+        none   a request, otherwise                                                     NEW
+    """
+    stone = known.stone
+    if known.live is not None:
+        return _standing_beside(known, known.live, use, fits=fits)
+    if stone is None:
+        return Standing.NEW
+    if use is None:
+        return Standing.UNCLEAR if stone.requested and stone.is_raw else Standing.NEW
+    if not use.generation:
+        return Standing.UNCLEAR
+    if stone.covers(use):
+        return Standing.OVER
+    return Standing.LATE if stone.missed_by(use.peer) else Standing.NEW
+
+
+def _standing_beside(
+    known: Known, live: Mapping[DecodeLife, Generation], use: RankUse | None, *, fits: bool
+) -> Standing:
+    if use is None:
+        return Standing.LIVE if known.requested else Standing.NEW
+    has = live.get(use.peer)
+    if has == use.generation:
+        return Standing.LIVE
+    if (has is not None and use.generation < has) or _is_over(known.ended, use):
+        return Standing.OVER
+    missed = has is None and known.stone is not None and known.stone.missed_by(use.peer)
+    return Standing.LATE if missed and not fits else Standing.NEW
+
+
+def _is_over(ended: Mapping[DecodeLife, Generation], use: RankUse) -> bool:
     newest = ended.get(use.peer)
     return newest is not None and use.generation <= newest
 
