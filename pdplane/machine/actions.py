@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeAlias, TypeVar
 
 import attrs
@@ -233,3 +236,59 @@ class Turn(Generic[Action]):
 
     def add(self, *actions: Action) -> None:
         self.actions.extend(actions)
+
+
+# ---- Deadlines by key
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Timers(Generic[Key]):
+    """At most one deadline a key; a dropped one costs nothing until it would have come due."""
+
+    def __init__(self) -> None:
+        self._at: dict[Key, float] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._order = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._at
+
+    def set(self, key: Key, time: float) -> None:
+        self._at[key] = time
+        heapq.heappush(self._heap, (time, next(self._order), key))
+        if len(self._heap) > 64 + 4 * len(self._at):
+            self._heap = [(at, next(self._order), kept) for kept, at in self._at.items()]
+            heapq.heapify(self._heap)
+
+    def drop(self, key: Key) -> None:
+        self._at.pop(key, None)
+
+    def earliest(self) -> float | None:
+        heap = self._heap
+        while heap and self._at.get(heap[0][2]) != heap[0][0]:
+            heapq.heappop(heap)  # dropped, or set anew
+        return heap[0][0] if heap else None
+
+    def due(self, now: float) -> Iterator[Key]:
+        """Yield each key that is due, removed before it is yielded."""
+        heap = self._heap
+        while heap and heap[0][0] <= now:
+            time, _, key = heapq.heappop(heap)
+            if self._at.get(key) == time:
+                del self._at[key]
+                yield key
+
+
+PeerKey: TypeAlias = tuple[Endpoint, int]
+"""A rendezvous and one data-parallel group behind it."""
+PrefillTurn: TypeAlias = Turn[PrefillAction]
+DecodeTurn: TypeAlias = Turn[DecodeAction]
+PrefillTimers: TypeAlias = Timers[Room | bytes]
+"""A machine has one heap of deadlines: of rooms, of the oldest tombstones, and of the connections' silence."""
+DecodeTimers: TypeAlias = Timers[Room | PeerKey]
+"""Deadlines of rooms, live or in quarantine, of the oldest tombstones, and of the peers' pings."""

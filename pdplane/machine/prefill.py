@@ -18,12 +18,11 @@ from pdplane.ids import Generation, Life, Room
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, validate_manifest
 from pdplane.machine import events
-from pdplane.machine.actions import Fail, PrefillAction, Release, Send, Turn, WakeAt
+from pdplane.machine.actions import Fail, PrefillAction, PrefillTimers, PrefillTurn, Release, Send, Timers, Turn, WakeAt
+from pdplane.machine.peers import DecodePeer, Session, Sessions
 from pdplane.machine.prefill_rooms import TOO_MANY, PrefillRooms, PrefillUse, RankOffer
-from pdplane.machine.sessions import DecodePeer, PrefillTurn, Session, Sessions
 from pdplane.machine.settings import PrefillSettings
-from pdplane.machine.states import PrefillMove, PrefillState
-from pdplane.machine.uses import Known, RankUse, Standing, standing
+from pdplane.machine.uses import Known, PrefillMove, PrefillState, RankUse, Standing, standing
 from pdplane.messages import Cancel, Drain, Fingerprint, Hello, Ping, UnknownSession, Window
 
 
@@ -44,19 +43,24 @@ class PrefillMachine:
 
     def __init__(self, settings: PrefillSettings, layout: Layout, life: Life, fingerprint: Fingerprint) -> None:
         self._rejected: Counter[str] = Counter()
-        self._sessions = Sessions(settings, layout, life, fingerprint, self._rejected)
-        self._rooms = PrefillRooms(settings, self._sessions)
+        self._timers: PrefillTimers = Timers()
+        self._sessions = Sessions(settings, layout, life, fingerprint, self._rejected, self._timers)
+        self._rooms = PrefillRooms(settings, self._sessions, self._timers)
         self._closing: Why | None = None
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[PrefillAction]:
         """Return the actions that one event causes, the next wake-up last."""
         turn: PrefillTurn = Turn(now)
         self._on(event, turn)
-        self._rooms.expire(turn)
-        self._rooms.lost(turn, self._sessions.silent(turn), "the decode rank fell silent")
-        wake = [time for time in (self._rooms.earliest(), self._sessions.earliest()) if time is not None]
-        if wake:
-            turn.add(WakeAt(min(wake)))
+        for key in self._timers.due(now):
+            if isinstance(key, bytes):
+                self._rooms.lost(turn, self._sessions.silent(turn, key), "the decode rank fell silent")
+            else:
+                self._rooms.time_over(turn, key)
+        if self._sessions.evicted:
+            self._rooms.lost(turn, self._sessions.take_evicted(), "the decode rank fell silent")
+        if (wake := self._timers.earliest()) is not None:
+            turn.add(WakeAt(wake))
         return turn.actions
 
     def counts(self) -> PrefillCounts:

@@ -12,13 +12,36 @@ from pdplane.errors import Cause, RoomFailed, Why
 from pdplane.ids import Generation, Rank, Room, SessionId
 from pdplane.kv.copies import Copies
 from pdplane.kv.manifest import Manifest
-from pdplane.machine.actions import CancelPush, Destination, Fail, Offered, Release, Send, StartPush, Succeed
+from pdplane.machine.actions import (
+    CancelPush,
+    Destination,
+    Fail,
+    Offered,
+    PrefillTimers,
+    PrefillTurn,
+    Release,
+    Send,
+    StartPush,
+    Succeed,
+)
 from pdplane.machine.events import PrefillRequested, RoomFinished, is_legacy
-from pdplane.machine.sessions import PrefillTurn, Session, Sessions
+from pdplane.machine.peers import Session, Sessions
 from pdplane.machine.settings import PrefillSettings
-from pdplane.machine.states import PREFILL_TABLE, PrefillMove, PrefillState, advance
-from pdplane.machine.timers import Timers
-from pdplane.machine.uses import DecodeLife, Graveyard, Known, RankUse, Standing, Tombstone, merge, standing
+from pdplane.machine.uses import (
+    PREFILL_TABLE,
+    TOMBSTONES,
+    DecodeLife,
+    Graveyard,
+    Known,
+    PrefillMove,
+    PrefillState,
+    RankUse,
+    Standing,
+    Tombstone,
+    advance,
+    merge,
+    standing,
+)
 from pdplane.messages import Failed, Push, Status, StatusCode, Window
 
 
@@ -158,13 +181,12 @@ _PUSHES = 2**32  # the data plane numbers a room's pushes by a u32; ours wrap ar
 class PrefillRooms:
     """Every room of one prefill rank: live, draining, ended."""
 
-    def __init__(self, settings: PrefillSettings, sessions: Sessions) -> None:
-        self._settings, self._sessions = settings, sessions
+    def __init__(self, settings: PrefillSettings, sessions: Sessions, timers: PrefillTimers) -> None:
+        self._settings, self._sessions, self._timers = settings, sessions, timers
         self._live: dict[Room, PrefillUse] = {}
         self._draining: dict[int, PrefillUse] = {}  # failed, by ticket
         self._pushing: dict[int, PrefillUse] = {}  # by push
         self._graveyard = Graveyard()
-        self._timers: Timers[Room] = Timers()
         self._numbers = itertools.count(1)
         self.totals: Counter[str] = Counter()
 
@@ -193,10 +215,6 @@ class PrefillRooms:
     @property
     def is_full(self) -> bool:
         return len(self._live) + len(self._draining) >= self._settings.max_rooms
-
-    def earliest(self) -> float | None:
-        times = [time for time in (self._timers.earliest(), self._graveyard.earliest()) if time is not None]
-        return min(times, default=None)
 
     def states(self) -> Counter[str]:
         return Counter(room.state.value for room in (*self._live.values(), *self._draining.values()))
@@ -271,7 +289,7 @@ class PrefillRooms:
         if found is Standing.LATE or standing(known, None) is Standing.UNCLEAR:
             self.remember(turn, number, use)
             return
-        self._graveyard.bury(
+        self._remember(
             number,
             Tombstone(
                 why,
@@ -295,13 +313,23 @@ class PrefillRooms:
         assert stone is not None, "the last use is remembered"
         until = max(stone.until, turn.now + self._settings.tombstone_s)
         ended, members = merge(stone.ended, use), stone.members | {use.peer}
-        self._graveyard.bury(number, attrs.evolve(stone, until=until, ended=ended, members=members))
+        self._remember(number, attrs.evolve(stone, until=until, ended=ended, members=members))
 
-    def expire(self, turn: PrefillTurn) -> None:
-        self._graveyard.expire(turn.now)
-        for number in list(self._timers.due(turn.now)):
-            room = self._live[number]
+    def time_over(self, turn: PrefillTurn, number: Room) -> None:
+        """Break the room whose deadline has passed, or forget the oldest tombstones."""
+        if number == TOMBSTONES:
+            self._graveyard.expire(turn.now)
+            self._await_tombstones()
+        elif room := self._live.get(number):
             self.break_(turn, room, _time_over(room, self._settings))
+
+    def _remember(self, number: Room, stone: Tombstone) -> None:
+        self._graveyard.bury(number, stone)
+        self._await_tombstones()
+
+    def _await_tombstones(self) -> None:
+        if TOMBSTONES not in self._timers and (until := self._graveyard.earliest()) is not None:
+            self._timers.set(TOMBSTONES, until)
 
     def lost(self, turn: PrefillTurn, gone: list[Session], text: str) -> None:
         """Break every room that has an offer of one of these sessions."""
@@ -358,7 +386,7 @@ class PrefillRooms:
         if any(is_legacy(offer.session.identity) for offer in room.offers.values()):
             # Its late messages would look like those of a new use, so none may begin while they can come.
             stone = attrs.evolve(stone, until=turn.now + self._settings.bootstrap_timeout_s)
-        self._graveyard.bury(room.room, stone)
+        self._remember(room.room, stone)
 
     def _enter_offered(self, turn: PrefillTurn, room: PrefillUse) -> None:
         assert room.request is not None, "only an opened room is offered"

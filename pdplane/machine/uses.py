@@ -1,15 +1,18 @@
-"""Uses of a room's number: which is new, live, late or over, and what is remembered of those that ended."""
+"""Uses of a room's number: their legal moves, which is new, live, late or over, and what is kept of ended ones."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Collection, Mapping
+from typing import TypeAlias, TypeVar
 
 import attrs
 
-from pdplane.errors import Why
-from pdplane.ids import Generation, Life, Room, SessionId
+from pdplane.errors import LocalProtocolError, Why
+from pdplane.ids import Generation, Life, Rank, Room, SessionId
+from pdplane.machine.actions import DecodeTimers, DecodeTurn, Release
+from pdplane.machine.events import DecodeRequested
+from pdplane.messages import Status, StatusCode
 
 DecodeLife: TypeAlias = tuple[SessionId, Life]
 """One life of a decode rank; the life is empty for a peer without `hello`."""
@@ -149,6 +152,10 @@ def merge(ended: Mapping[DecodeLife, Generation], *uses: RankUse) -> dict[Decode
     return merged
 
 
+TOMBSTONES = Room(-1)
+"""The key of the deadline at which a machine forgets its oldest tombstones."""
+
+
 @attrs.define
 class Graveyard:
     """Ended rooms, for a limited time and in a limited number; the oldest go first.
@@ -186,3 +193,151 @@ class Graveyard:
 
     def earliest(self) -> float | None:
         return next(iter(self._stones.values())).until if self._stones else None
+
+
+# ---- The life of a room on each role, as tables of legal moves.
+#
+# Guards are events of their own ("all offers are in" is counted first and then fed to the table),
+# and actions follow from the state that is entered, never from the event that led there.
+
+
+class PrefillState(enum.Enum):
+    """Where a room stands on a prefill rank."""
+
+    EARLY = "early"  # decode offered blocks, no request came yet
+    OPENED = "opened"  # the request is here, not every offer
+    OFFERED = "offered"  # every offer is here: compute and push
+    FINISHING = "finishing"  # all is pushed, not all of it acknowledged
+    FAILING = "failing"  # failed, but a push may still be reading the source blocks
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+class PrefillMove(enum.Enum):
+    """What can move it."""
+
+    REQUESTED = "requested"
+    OFFERED = "offered"
+    COMPLETED = "completed"  # the last expected offer was counted
+    PUSHED = "pushed"  # one push ended well
+    FINISHED = "finished"
+    DRAINED = "drained"  # no push is under way
+    BROKEN = "broken"
+
+
+P, PM = PrefillState, PrefillMove
+
+PREFILL_TABLE: Mapping[tuple[PrefillState, PrefillMove], PrefillState] = {
+    (P.EARLY, PM.OFFERED): P.EARLY,
+    (P.EARLY, PM.REQUESTED): P.OPENED,
+    (P.EARLY, PM.BROKEN): P.FAILING,
+    (P.OPENED, PM.OFFERED): P.OPENED,
+    (P.OPENED, PM.COMPLETED): P.OFFERED,
+    (P.OPENED, PM.BROKEN): P.FAILING,
+    (P.OFFERED, PM.PUSHED): P.OFFERED,
+    (P.OFFERED, PM.FINISHED): P.FINISHING,
+    (P.OFFERED, PM.BROKEN): P.FAILING,
+    (P.FINISHING, PM.PUSHED): P.FINISHING,
+    (P.FINISHING, PM.DRAINED): P.SUCCEEDED,
+    (P.FINISHING, PM.BROKEN): P.FAILING,
+    (P.FAILING, PM.PUSHED): P.FAILING,
+    (P.FAILING, PM.BROKEN): P.FAILING,  # a second cause changes nothing
+    (P.FAILING, PM.DRAINED): P.FAILED,
+}
+
+
+class DecodeState(enum.Enum):
+    """Where a room stands on a decode rank."""
+
+    RESOLVING = "resolving"  # the prefill is looked up and registered with
+    WAITING = "waiting"  # blocks are offered and their window is open
+    READY = "ready"
+    FAILED = "failed"
+
+
+class DecodeMove(enum.Enum):
+    """What can move it."""
+
+    JOINED = "joined"  # every prefill rank that we need has registered us
+    REPORTED = "reported"  # a status of an expected rank
+    LANDED = "landed"  # bytes of an expected rank
+    COMPLETED = "completed"  # every expected status and every expected byte
+    BROKEN = "broken"
+
+
+D, DM = DecodeState, DecodeMove
+
+DECODE_TABLE: Mapping[tuple[DecodeState, DecodeMove], DecodeState] = {
+    (D.RESOLVING, DM.JOINED): D.WAITING,
+    (D.RESOLVING, DM.BROKEN): D.FAILED,
+    (D.WAITING, DM.REPORTED): D.WAITING,
+    (D.WAITING, DM.LANDED): D.WAITING,
+    (D.WAITING, DM.COMPLETED): D.READY,
+    (D.WAITING, DM.BROKEN): D.FAILED,
+}
+
+State = TypeVar("State", bound=enum.Enum)
+Move = TypeVar("Move", bound=enum.Enum)
+
+
+def advance(table: Mapping[tuple[State, Move], State], state: State, move: Move) -> State:
+    """Return the next state. Raises LocalProtocolError, which names the illegal move."""
+    try:
+        return table[state, move]
+    except KeyError:
+        raise LocalProtocolError(f"a room that is {state.value} cannot be {move.value}") from None
+
+
+# ---- Blocks of failed rooms that somebody may still write to, because no fence stands before a one-sided write
+#
+# Only a prefill rank's Success means that its writes are over: legacy peers were seen to write after their Failed. So
+# the blocks of a rank that failed or fell silent are kept for a time after its last status, which bounds the risk and
+# does not remove it.
+
+
+@attrs.define
+class _Quarantined:
+    ticket: int
+    blocks: int
+    until: dict[Rank, float]
+
+
+class Quarantine:
+    """Failed rooms whose blocks are held. Their numbers take no new use, since a status names only the number."""
+
+    def __init__(self, timeout_s: float, timers: DecodeTimers) -> None:
+        self._timeout_s, self._timers = timeout_s, timers
+        self._held: dict[Room, _Quarantined] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, number: Room) -> bool:
+        return number in self._held
+
+    def counts(self) -> dict[str, int]:
+        return {"rooms": len(self._held), "blocks": sum(held.blocks for held in self._held.values())}
+
+    def hold(self, request: DecodeRequested, writers: Collection[Rank], now: float) -> None:
+        """Hold a room's blocks until each of these prefill ranks reports Success or its time is over."""
+        blocks = sum(len(group.block_ids) for group in request.manifest.groups)
+        until = dict.fromkeys(writers, now + self._timeout_s)
+        self._held[request.room] = _Quarantined(request.ticket, blocks, until)
+        self._timers.set(request.room, now + self._timeout_s)
+
+    def heard(self, turn: DecodeTurn, status: Status) -> bool:
+        """Take a rank's status; return whether the room is in quarantine."""
+        held = self._held.get(status.room)
+        if held is None:
+            return False
+        if status.prefill_rank in held.until:
+            if status.code is StatusCode.SUCCESS:
+                del held.until[status.prefill_rank]
+            else:
+                held.until[status.prefill_rank] = turn.now + self._timeout_s
+            self._timers.set(status.room, max(held.until.values(), default=turn.now))
+        return True
+
+    def release(self, turn: DecodeTurn, number: Room) -> None:
+        """Release the blocks of a room whose last writer is no longer waited for."""
+        turn.add(Release(number, self._held.pop(number).ticket))

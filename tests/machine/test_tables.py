@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from pdplane.errors import LocalProtocolError
-from pdplane.machine.states import (
+from pdplane.machine.uses import (
     DECODE_TABLE,
     PREFILL_TABLE,
     DecodeMove,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.ids import Generation, Life, Room, SessionId
-from pdplane.machine.timers import Timers
+from pdplane.machine.actions import Timers
 from pdplane.machine.uses import Graveyard, RankUse, Tombstone, merge
 
 PEER = SessionId("decode:9"), Life("d" * 32)
