@@ -31,6 +31,19 @@ class Route:
     session: SessionId
 
 
+_LEGACY = b"legacy "
+
+
+def legacy_identity(route: Route) -> bytes:
+    """Return the identity of a legacy decode rank, which no connection names: its address and session."""
+    return _LEGACY + f"{route.host} {route.port} {route.session}".encode("ascii")
+
+
+def is_legacy(identity: bytes) -> bool:
+    """Return whether the identity is a legacy peer's, which anybody can name and which sends no pings."""
+    return identity.startswith(_LEGACY)
+
+
 @attrs.frozen
 class Registration:
     """A decode rank's arena, as it asks a prefill rank to write into it.

@@ -28,7 +28,17 @@ _BACKLOG = 512
 _EXHAUSTED_PAUSE_MS = 200  # out of descriptors: the connection stays in the backlog, and `poll` would spin
 
 
-# ---- Listening
+# ---- Addresses and listening
+
+
+def as_endpoint(value: Endpoint | str, name: str) -> Endpoint:
+    """Return an Endpoint, or one written as "host:port"; raise ConfigError that says which setting is neither."""
+    if isinstance(value, Endpoint):
+        return value
+    try:
+        return Endpoint.parse(value)
+    except (ValueError, AttributeError, TypeError):
+        raise ConfigError(f"{name} is {value!r}: give an Endpoint or 'host:port'") from None
 
 
 def listen(at: Endpoint) -> socket.socket:

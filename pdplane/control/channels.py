@@ -16,7 +16,7 @@ from pdplane.errors import Cause, ConfigError, Why, WireError
 from pdplane.ids import Endpoint, SessionId, new_life
 from pdplane.machine import events
 from pdplane.machine.actions import DecodeAction, Offer, Send, Tell
-from pdplane.messages import Preallocation, Registration, Status
+from pdplane.messages import Preallocation, Registration, Status, is_legacy
 from pdplane.security import Secret
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -130,7 +130,7 @@ class RouterChannel:
 
     def receive(self) -> list[events.PrefillEvent]:
         identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-        if events.is_legacy(identity):  # only we give this name, to legacy peers
+        if is_legacy(identity):  # only we give this name, to legacy peers
             self._rejected["reserved_identity"] += 1
             return []
         try:

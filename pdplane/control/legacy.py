@@ -24,7 +24,7 @@ from pdplane.errors import Cause, Why, WireError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.machine import events
 from pdplane.machine.actions import DecodeAction, Offer, Send, Tell
-from pdplane.messages import Ping, Preallocation, Refused, Registered, Registration, Status, Window
+from pdplane.messages import Ping, Preallocation, Refused, Registered, Registration, Status, Window, legacy_identity
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class LegacyPrefillChannel:
     def _registration(self, frames: Sequence[bytes]) -> events.PrefillEvent:
         route = wire.decode_route(frames)  # without an address for answers nothing of it is kept
         route = attrs.evolve(route, host=reply_host(route.host))
-        identity = events.legacy_identity(route)
+        identity = legacy_identity(route)
         self._identities.put(route.session, identity)
         self._addresses.put(identity, Endpoint(route.host, route.port))
         return read_registration(identity, frames)

@@ -17,18 +17,6 @@ from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest
 from pdplane.messages import Landed, Notice, Registration, Route, Status, TopLogprobs, WriterCut
 
-_LEGACY = b"legacy "
-
-
-def legacy_identity(route: Route) -> bytes:
-    """Return the identity of a legacy decode rank, which no connection names: its address and session."""
-    return _LEGACY + f"{route.host} {route.port} {route.session}".encode("ascii")
-
-
-def is_legacy(identity: bytes) -> bool:
-    """Return whether the identity is a legacy peer's, which anybody can name and which sends no pings."""
-    return identity.startswith(_LEGACY)
-
 
 @attrs.frozen
 class Tick:
@@ -201,9 +189,10 @@ class Channel:
     prefill_rank: Rank
     life: Life
     dp_group: int = 0
+    is_legacy: bool = attrs.field(init=False, eq=False, repr=False)
 
-    @property
-    def is_legacy(self) -> bool:
+    @is_legacy.default
+    def _has_no_life(self) -> bool:
         return not self.life
 
 

@@ -32,10 +32,20 @@ from pdplane.machine.events import (
     PeerFound,
     RegistrationReceived,
     RegistrationRejected,
-    is_legacy,
 )
 from pdplane.machine.settings import DecodeSettings, PrefillSettings
-from pdplane.messages import Drain, Fingerprint, Hello, Notice, Ping, Refused, Registered, Registration, Window
+from pdplane.messages import (
+    Drain,
+    Fingerprint,
+    Hello,
+    Notice,
+    Ping,
+    Refused,
+    Registered,
+    Registration,
+    Window,
+    is_legacy,
+)
 
 # ---- Decode ranks as a prefill rank knows them
 #

@@ -24,7 +24,7 @@ from pdplane.machine.actions import (
     StartPush,
     Succeed,
 )
-from pdplane.machine.events import PrefillRequested, RoomFinished, is_legacy
+from pdplane.machine.events import PrefillRequested, RoomFinished
 from pdplane.machine.peers import Session, Sessions
 from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.uses import (
@@ -42,7 +42,7 @@ from pdplane.machine.uses import (
     merge,
     standing,
 )
-from pdplane.messages import Failed, Push, Status, StatusCode, Window
+from pdplane.messages import Failed, Push, Status, StatusCode, Window, is_legacy
 
 
 @attrs.frozen

@@ -10,6 +10,7 @@ import attrs
 
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
+from pdplane.net import as_endpoint
 from pdplane.security import Secret
 from pdplane.transport.registry import is_one_sided
 from pdplane.transport.reports import TransportOptions
@@ -18,16 +19,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_BOOTSTRAP_PORT = 8998
 _WILDCARDS = ("0.0.0.0", "::")
-
-
-def as_endpoint(value: Endpoint | str, name: str) -> Endpoint:
-    """Return an Endpoint, or one written as "host:port"; raise ConfigError that says which setting is neither."""
-    if isinstance(value, Endpoint):
-        return value
-    try:
-        return Endpoint.parse(value)
-    except (ValueError, AttributeError, TypeError):
-        raise ConfigError(f"{name} is {value!r}: give an Endpoint or 'host:port'") from None
 
 
 def _rendezvous(value: Endpoint | str | None) -> Endpoint | None:

@@ -23,8 +23,9 @@ from pdplane.machine import actions, events
 from pdplane.machine.decode import DecodeMachine
 from pdplane.machine.settings import DecodeSettings
 from pdplane.messages import Fingerprint, Hello, Landed, Registration, WriterCut
+from pdplane.net import as_endpoint
 from pdplane.plane import rooms as told
-from pdplane.plane.config import DecodeConfig, as_endpoint, log_legacy
+from pdplane.plane.config import DecodeConfig, log_legacy
 from pdplane.plane.life import PlaneLife
 from pdplane.plane.rooms import DecodeRoom, broken, check_room, settle
 from pdplane.transport import reports

@@ -22,7 +22,7 @@ from pdplane.kv.routes import dp_group
 from pdplane.machine import actions, events
 from pdplane.machine.prefill import PrefillMachine
 from pdplane.machine.settings import PrefillSettings
-from pdplane.messages import Fingerprint, TopLogprobs
+from pdplane.messages import Fingerprint, TopLogprobs, is_legacy
 from pdplane.plane import rooms as told
 from pdplane.plane.config import PrefillConfig, log_legacy
 from pdplane.plane.life import PlaneLife
@@ -153,7 +153,7 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         return ()
 
     def _channel_of(self, identity: bytes) -> RouterChannel | LegacyPrefillChannel:
-        return self._legacy if self._legacy is not None and events.is_legacy(identity) else self._router
+        return self._legacy if self._legacy is not None and is_legacy(identity) else self._router
 
     def _tell(self, action: actions.PrefillAction) -> None:
         assert isinstance(action, actions.Offered | actions.Succeed | actions.Release | actions.Fail)

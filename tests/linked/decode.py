@@ -63,7 +63,7 @@ class DecodeEnd:
         return ticket
 
     def cancel(self, room: Room, ticket: int, cause: str) -> None:
-        self.take(events.RoomCancelled(room, ticket, cause))
+        self.take(events.RoomCancelled(room, ticket, Why(Cause.CANCELLED, cause)))
 
     # ---- the machine
 

@@ -56,7 +56,7 @@ class PrefillEnd:
         return self._tickets
 
     def cancel(self, room: Room, ticket: int, cause: str) -> None:
-        self.take(events.RoomCancelled(room, ticket, cause))
+        self.take(events.RoomCancelled(room, ticket, Why(Cause.CANCELLED, cause)))
 
     # ---- the machine
 

@@ -12,10 +12,10 @@ from pdplane.machine import actions, events
 from pdplane.machine.actions import Fail, Release, Send
 from pdplane.machine.decode import DecodeMachine
 from pdplane.machine.settings import DecodeSettings, PrefillSettings
-from pdplane.messages import Fingerprint, Refused, Registered, Status, StatusCode
+from pdplane.messages import Fingerprint, Refused, Registered, Status, StatusCode, legacy_identity
 from tests.machine.witness import BOOTSTRAP, DECODE_LIFE, GONE, LAYOUT, REGISTRATION, PrefillWitness, manifest
 
-LEGACY = events.legacy_identity(REGISTRATION.route)
+LEGACY = legacy_identity(REGISTRATION.route)
 ROOM = Room(7)
 HERE = Endpoint("prefill", 4001)
 CHANNEL = events.Channel(BOOTSTRAP, Rank(0), Life(""))
@@ -23,7 +23,7 @@ CHANNEL = events.Channel(BOOTSTRAP, Rank(0), Life(""))
 
 def registration(layout: Layout = LAYOUT, **changes: object) -> events.RegistrationReceived:
     changed = attrs.evolve(REGISTRATION, **changes)
-    return events.RegistrationReceived(events.legacy_identity(changed.route), changed, layout)
+    return events.RegistrationReceived(legacy_identity(changed.route), changed, layout)
 
 
 def offer(room: Room = ROOM) -> events.PreallocationReceived:

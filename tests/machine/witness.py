@@ -15,7 +15,7 @@ from pdplane.machine import actions, events
 from pdplane.machine.decode import DecodeMachine
 from pdplane.machine.prefill import PrefillMachine
 from pdplane.machine.settings import DecodeSettings, PrefillSettings
-from pdplane.messages import Failed, Fingerprint, Hello, Registration, Status, StatusCode, Window
+from pdplane.messages import Failed, Fingerprint, Hello, Registration, Status, StatusCode, Window, legacy_identity
 from tests.linked.memory import KV, STATES, linked_layout
 
 LAYOUT = linked_layout(1)
@@ -23,7 +23,7 @@ PREFILL_LIFE, DECODE_LIFE = Life("p" * 32), Life("d" * 32)
 ME, RAW, OTHER = b"native", b"raw", b"other"
 SESSION = SessionId("decode:9")
 REGISTRATION = Registration("decode", 9, SESSION, 4096, b"{}", 1, 0)
-LEGACY = events.legacy_identity(REGISTRATION.route)
+LEGACY = legacy_identity(REGISTRATION.route)
 HELLO = Hello("0", DECODE_LIFE)
 BOOTSTRAP = Endpoint("prefill", 8998)
 CHANNEL = events.Channel(BOOTSTRAP, Rank(0), PREFILL_LIFE)
