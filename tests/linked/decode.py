@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from pdplane.errors import PoolExhausted
+from pdplane.errors import Cause, PoolExhausted, Why
 from pdplane.ids import Life, Rank, Room, SessionId
 from pdplane.kv.copies import Copies
 from pdplane.kv.manifest import build_manifest

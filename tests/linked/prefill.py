@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from pdplane.errors import PoolExhausted
+from pdplane.errors import Cause, PoolExhausted, Why
 from pdplane.ids import Life, Rank, Room, SessionId
 from pdplane.kv.copies import Copies, plan_copies
 from pdplane.machine import actions, events
