@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 # A file stays in one process, where its fixtures are; the files come in their order, in which the long ones are first.
 SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo serve test test-slow lint types check mooncake clean
+.PHONY: demo serve test test-slow lint types check mooncake gateways clean
 
 demo: $(INSTALLED)
 	@$(BIN)/pdplane demo $(ARGS)
@@ -44,6 +44,9 @@ check: lint types test
 
 mooncake: $(INSTALLED)  # the extra that only peers of the older generation need; see pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[mooncake]"
+
+gateways: $(INSTALLED)  # real gateways for tests/gateways
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[gateways]"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
