@@ -1,4 +1,4 @@
-"""Exactness again over the BLAS of mlx's wheel: all other tests compute with OpenBLAS, where that can be had."""
+"""Exactness again over the BLAS of mlx's wheel: all other tests compute with OpenBLAS, where that is installed."""
 
 from __future__ import annotations
 

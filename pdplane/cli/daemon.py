@@ -126,7 +126,7 @@ def _warn_of_addresses(config: PlaneConfig) -> None:
 def mlx_needed(blas: str = AUTO) -> Iterator[None]:
     """Load the BLAS library for an import of MLX inside; turn a missing MLX into one line that says what to install.
 
-    Raises ConfigError for that, and for a library that cannot be had.
+    Raises ConfigError for that, and for a library that is not available.
     """
     if find_spec("mlx") is None:
         raise ConfigError(INSTALL_MLX)

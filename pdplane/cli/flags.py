@@ -177,7 +177,7 @@ def add_blas_flag(model: argparse._ActionsContainer) -> None:
         "--blas",
         default=AUTO,
         metavar=f"{AUTO}|{WHEEL}|FILE",
-        help=f"BLAS library on Linux: {AUTO} takes OpenBLAS if it can be had, {WHEEL} the one that mlx comes with "
+        help=f"BLAS library on Linux: {AUTO} takes OpenBLAS if it is installed, {WHEEL} the one that mlx comes with "
         "(default: %(default)s)",
     )
 

@@ -171,7 +171,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes; gives the exit code. Raises ConfigError and ChildFailed with nothing left open."""
+    """Serve until a signal comes; return the exit code. Raises ConfigError and ChildFailed with nothing left open."""
     if bool(args.prefill) != bool(args.decode):
         raise ConfigError("name both --prefill and --decode, or a --model to start a pair of them here")
     if bool(args.prefill) == bool(args.model):
@@ -247,7 +247,7 @@ class Keeper:
         self._thread.start()
 
     def end(self) -> None:
-        """Ask the child to end and start no other one; returns at once."""
+        """Ask the child to end and start no other one; return at once."""
         with self._lock:
             self._closing.set()
             if self._child is not None:

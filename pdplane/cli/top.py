@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the table until Ctrl-C; gives 0, or with --once 1 when no URL answered."""
+    """Show the table until Ctrl-C; return 0, or with --once 1 when no URL answered."""
     console = Console(highlight=False)
     if args.once:
         daemons = [daemon for where in args.urls for daemon in look(where, args.api_key)]

@@ -38,7 +38,7 @@ class Answer:
         return len(self.request.prompt) + self.count - 1
 
     def begin(self) -> FinishReason | None:
-        """Report the first token; gives the reason when it is the last, and then no cache is made."""
+        """Report the first token; return the reason when it is the last, and then no cache is made."""
         reason = self.add(self.request.first)
         if reason is not None:
             if self.request.assembly is not None:
@@ -55,7 +55,7 @@ class Answer:
         return forward, sampler
 
     def add(self, token: Token) -> FinishReason | None:
-        """Report the next token; gives the reason when it is the last."""
+        """Report the next token; return the reason when it is the last."""
         self.count += 1
         self.on_token(token)
         if token.id in self.request.stop_ids:

@@ -49,7 +49,7 @@ class Blas:
     threads: int | None = None
 
     def __str__(self) -> str:
-        """All that decides about the last bits: threads share a product out between them."""
+        """Return the name with the threads, which share a product out and so decide about the last bits too."""
         if self.threads is None:
             return self.name
         return f"{self.name}, {self.threads} thread{'s' * (self.threads != 1)}"
@@ -60,7 +60,7 @@ def use_blas(choice: str = AUTO) -> None:
     """Load what was chosen: `auto`, `wheel`, or a library by its path or name; call this before mlx is imported.
 
     `auto` takes what is preloaded, else OpenBLAS from PyPI, else the wheel's, and logs why. Raises ConfigError when
-    another choice cannot be had.
+    another choice is not available.
     """
     if sys.platform == "darwin":
         if choice not in (AUTO, WHEEL):
@@ -81,7 +81,7 @@ def use_blas(choice: str = AUTO) -> None:
 
 
 def blas_in_use() -> Blas:
-    """What MLX computes with, wherever it came from; asked once mlx is imported."""
+    """Return the BLAS that MLX computes with, wherever it came from; called after mlx is imported."""
     if sys.platform == "darwin":
         return Blas("accelerate")
     return _loaded_globally() or _described(ctypes.CDLL(sys.modules["mlx.core"].__file__)) or Blas("none")
@@ -116,7 +116,7 @@ def _refuse_other_libraries(name: str, library: ctypes.CDLL) -> None:
 
 
 def _bound_threads(library: ctypes.CDLL) -> None:
-    """Half as many threads as the process may use cores, unless the environment says how many.
+    """Set half as many threads as the process may use cores, unless the environment says how many.
 
     Threads of OpenBLAS wait for one another in a loop. Where two of them share a core, with each other or with those
     of another daemon, a product takes ten to a hundred times as long; half leaves room for that daemon, and on most
@@ -143,7 +143,7 @@ def _loaded_globally() -> Blas | None:
 
 
 def _described(library: ctypes.CDLL) -> Blas | None:
-    """The BLAS that this library, or what it was linked with, would call; None for none."""
+    """Return the BLAS that this library, or what it was linked with, would call; None for none."""
     routine = getattr(library, _ROUTINE, None)
     if routine is None:
         return None
@@ -169,7 +169,7 @@ def _threads(library: ctypes.CDLL) -> int | None:
 
 
 def _text(library: ctypes.CDLL, function: str) -> str:
-    """What a function without arguments says; nothing when the library does not have it."""
+    """Return the text of a function without arguments; an empty one when the library has no such function."""
     ask = getattr(library, function, None)
     if ask is None:
         return ""
@@ -181,7 +181,7 @@ def _text(library: ctypes.CDLL, function: str) -> str:
 
 
 def _plain_openblas() -> Path:
-    """The folder of the copy; made on the first call, and again when what is there is damaged. Raises ConfigError."""
+    """Return the folder of the copy, made on the first call and again when it is damaged. Raises ConfigError."""
     version, library = _installed(_PACKAGE, lambda file: file.name.startswith("libscipy_openblas"))
     _, tool = _installed(_TOOL, lambda file: file.name == _TOOL)
 
@@ -198,7 +198,7 @@ def _plain_openblas() -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """A file that was cut short would end the process while it is loaded, with no error to catch."""
+    """Return whether the file is whole: one that was cut short would end the process while it is loaded."""
     try:
         return (folder / _DIGEST).read_text() == _sha256(folder / _LIBRARY)
     except (OSError, ValueError):
@@ -210,7 +210,7 @@ def _prefixed_names(library: Path) -> list[bytes]:
 
 
 def _installed(package: str, is_it: Callable[[Path], bool]) -> tuple[str, Path]:
-    """An installed package's version and one of its files. Raises ConfigError."""
+    """Return an installed package's version and one of its files. Raises ConfigError."""
     try:
         found = distribution(package)
     except PackageNotFoundError as error:

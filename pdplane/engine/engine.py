@@ -96,7 +96,7 @@ class MlxEngine:
 
     @property
     def opened(self) -> Opened:
-        """What `start` made; InternalError before it."""
+        """What `start` made; raise InternalError before it."""
         if self._opened is None:
             raise InternalError("the engine was not started")
         return self._opened
@@ -123,7 +123,7 @@ class MlxEngine:
         return self.opened.model.context_length
 
     def facts(self) -> Mapping[str, str | int | None]:
-        """What the model is, for whoever asks over HTTP; the path is local, or the name of a model without files."""
+        """Return facts of the model for HTTP; the path is local, or the name of a model without files."""
         model = self.opened.model
         path = str(model.path or model.name)
         return {
@@ -135,7 +135,7 @@ class MlxEngine:
         }
 
     def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
-        """Blocks of each group that the cache of a prompt takes."""
+        """Return how many blocks of each group the cache of a prompt takes."""
         return blocks_needed(self.layout, prompt_len)
 
     def check_prompt_len(self, prompt_len: int) -> None:
@@ -188,7 +188,7 @@ def _open(options: EngineOptions, progress: Progress, prepare: Prepare | None, g
 
 
 def plan(leaves: Sequence[Leaf], options: EngineOptions, tp_size: int = 1) -> Layout:
-    """One rank's layout of a model with these leaves, in the page layout that the options name. Raises ConfigError."""
+    """Return one rank's layout of a model with these leaves, by the options' page layout. Raises ConfigError."""
     return (legacy_layout if options.page_layout == "nhd" else cache_layout)(leaves, options, tp_size)
 
 

@@ -41,7 +41,7 @@ def fingerprint(model: Model, options: EngineOptions, tp_size: int = 1) -> Finge
 
 
 def _config_hash(model: Model) -> str:
-    """Everything in the config but names and notes that no computation reads."""
+    """Return a hash of the config without names and notes that no computation reads."""
     told = {key: value for key, value in model.config.items() if key not in _NOTES}
     return _hash(json.dumps(told, sort_keys=True, default=str).encode())
 

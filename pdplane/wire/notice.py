@@ -104,7 +104,10 @@ _NAMES = {kind: name for name, (kind, _) in _KINDS.items()}
 
 
 def encode_notice(notice: Notice) -> list[bytes]:
-    """Return the three frames, texts cut to what a peer accepts; LocalProtocolError for what no peer could read."""
+    """Return the three frames, texts cut to what a peer accepts.
+
+    Raises LocalProtocolError for what no peer could read.
+    """
     name = _NAMES.get(type(notice))
     if name is None:
         raise LocalProtocolError(f"{notice!r} is no notice")
