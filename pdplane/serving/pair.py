@@ -58,7 +58,7 @@ class PairOptions:
     template_arguments: Mapping[str, Any] = attrs.Factory(dict)
 
 
-class RequestRefused(Exception):
+class Denied(Exception):
     """An answer to the client that is an error: status, body, and whether trying again may help."""
 
     def __init__(self, status: int, body: Mapping[str, Any], *, again: bool = False) -> None:
@@ -66,7 +66,7 @@ class RequestRefused(Exception):
         self.status, self.body, self.again = status, body, again
 
     @classmethod
-    def of(cls, status: int, message: str, *, again: bool = False) -> RequestRefused:
+    def of(cls, status: int, message: str, *, again: bool = False) -> Denied:
         return cls(status, error_body(status, message), again=again)
 
 
@@ -113,10 +113,10 @@ class _PairRoutes:
             try:
                 self._check_key(request)
                 return await handler(request)
-            except RequestRefused as refusal:
+            except Denied as refusal:
                 return _refused(refusal)
             except web.HTTPException as error:
-                return _refused(RequestRefused.of(error.status, f"{request.method} {request.path}: {error.reason}"))
+                return _refused(Denied.of(error.status, f"{request.method} {request.path}: {error.reason}"))
 
         return guard
 
@@ -126,7 +126,7 @@ class _PairRoutes:
             return
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {key}".encode()):
-            raise RequestRefused.of(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
+            raise Denied.of(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add the request's id to every response, and the origin of a page that may read it."""
@@ -158,7 +158,7 @@ class _PairRoutes:
             async with self._session().get(f"{member.url}{request.path}", timeout=_asking()) as answer:
                 return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
         except (aiohttp.ClientError, OSError) as error:
-            raise RequestRefused.of(502, f"decode at {member.url}: {str(error) or type(error).__name__}") from error
+            raise Denied.of(502, f"decode at {member.url}: {str(error) or type(error).__name__}") from error
 
     async def status(self, _request: web.Request) -> web.Response:
         """Return every daemon with its counts, for the page and for `pdplane top`."""
@@ -183,7 +183,7 @@ class _PairRoutes:
         """Send a request to a pair, and to another one when a daemon of it cannot be reached."""
         body = self._read(await request.read(), request.path)
         if self._running >= self._options.max_requests:
-            raise RequestRefused.of(429, f"{self._running} requests are running already", again=True)
+            raise Denied.of(429, f"{self._running} requests are running already", again=True)
         unreachable: set[str] = set()
         self._running += 1
         try:
@@ -203,19 +203,19 @@ class _PairRoutes:
     def _chosen(self, role: Role, but: frozenset[str]) -> Member:
         member = self._members.choose(role, but)
         if member is None:
-            raise RequestRefused.of(503, self._members.complaint() or f"no other {role} daemon can be reached", again=True)
+            raise Denied.of(503, self._members.complaint() or f"no other {role} daemon can be reached", again=True)
         return member
 
     def _read(self, data: bytes, path: str) -> dict[str, Any]:
         try:
             body = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise RequestRefused.of(400, f"the body is no JSON: {error}") from error
+            raise Denied.of(400, f"the body is no JSON: {error}") from error
         if not isinstance(body, dict):
-            raise RequestRefused.of(400, "the body must be a JSON object")
+            raise Denied.of(400, "the body must be a JSON object")
         for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room"):
             if name in body:
-                raise RequestRefused.of(400, f"{name} is given by this server; leave it out")
+                raise Denied.of(400, f"{name} is given by this server; leave it out")
         return body if path == "/generate" else self._with_defaults(body)
 
     def _with_defaults(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class _PairRoutes:
         if self._options.template_arguments and "messages" in whole:
             own = whole.get("chat_template_kwargs", {})
             if not isinstance(own, dict):
-                raise RequestRefused.of(400, "chat_template_kwargs must be an object")
+                raise Denied.of(400, "chat_template_kwargs must be an object")
             whole["chat_template_kwargs"] = {**self._options.template_arguments, **own}
         return whole
 
@@ -270,7 +270,7 @@ class _Exchange:
     responses: list[aiohttp.ClientResponse] = attrs.Factory(list)
 
     async def run(self) -> web.StreamResponse:
-        """Answer the client. Raises Unreachable or RequestRefused, and then nothing was sent."""
+        """Answer the client. Raises Unreachable or Denied, and then nothing was sent."""
         rendezvous = self.pair.prefill.bootstrap
         asked = {
             **self.body,
@@ -302,10 +302,10 @@ class _Exchange:
                 body = await self._unless_lost(response.read(), lost)
                 return _passed_on(response, body)
             return await self._stream(response, prefill, lost)
-        except (RequestRefused, Unreachable) as error:
+        except (Denied, Unreachable) as error:
             if self.out is None:
                 raise
-            reason = error.body if isinstance(error, RequestRefused) else error_body(502, f"{error.member.role}: {error}")
+            reason = error.body if isinstance(error, Denied) else error_body(502, f"{error.member.role}: {error}")
             await self.out.write(_event(reason))
             await self.out.write_eof()
             return self.out
@@ -343,7 +343,7 @@ class _Exchange:
         refusal = await _refusal_in(response, "decode")
         if refusal.status in (502, 503):
             await asyncio.wait({prefill}, timeout=OTHER_HALF_S)
-            if prefill.done() and isinstance(error := prefill.exception(), RequestRefused) and error.status == 400:
+            if prefill.done() and isinstance(error := prefill.exception(), Denied) and error.status == 400:
                 raise error
         raise refusal
 
@@ -357,7 +357,7 @@ class _Exchange:
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, ConnectionResetError) and self.request.transport is None:
                 raise
-            raise RequestRefused.of(
+            raise Denied.of(
                 502, f"decode at {self.pair.decode.url} broke off: {str(error) or type(error).__name__}"
             ) from error
         await out.write_eof()
@@ -374,7 +374,7 @@ class _Exchange:
 
     def _is_lost(self, index: int) -> NoReturn:
         member = (self.pair.prefill, self.pair.decode)[index]
-        raise RequestRefused.of(502, f"{member.role} at {member.url} does not answer: {member.reason}")
+        raise Denied.of(502, f"{member.role} at {member.url} does not answer: {member.reason}")
 
     async def _keep_open(self) -> None:
         out = await self._opened()
@@ -406,23 +406,23 @@ class _Exchange:
         except aiohttp.ClientConnectorError as error:
             raise Unreachable(member, error) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise RequestRefused.of(502, f"{member.role} at {member.url}: {str(error) or type(error).__name__}") from error
+            raise Denied.of(502, f"{member.role} at {member.url}: {str(error) or type(error).__name__}") from error
         self.responses.append(response)
         return response
 
 
-async def _refusal_in(response: aiohttp.ClientResponse, role: Role) -> RequestRefused:
+async def _refusal_in(response: aiohttp.ClientResponse, role: Role) -> Denied:
     """Return a daemon's error as it is, or one that describes an answer without any."""
     again = "Retry-After" in response.headers
     try:
         body = json.loads(await response.read())
         body["error"]["message"]
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, RecursionError):
-        return RequestRefused.of(502, f"{role} answered {response.status} without a reason", again=again)
-    return RequestRefused(response.status, body, again=again)
+        return Denied.of(502, f"{role} answered {response.status} without a reason", again=again)
+    return Denied(response.status, body, again=again)
 
 
-def _refused(refusal: RequestRefused) -> web.Response:
+def _refused(refusal: Denied) -> web.Response:
     headers = {"Retry-After": "1"} if refusal.again else {}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
