@@ -80,6 +80,7 @@ class Gatekeeper:
 
 MAX_FRAME_BYTES = 4 << 20  # a manifest may have 2 MiB, a layout 256 KiB
 _HIGH_WATER = 4096
+_MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)  # numbers: pyzmq's own flags are slow to join
 _LINGER_MS = 500  # time that the last messages have to leave at closing
 
 
@@ -106,6 +107,13 @@ def bind_socket(bound: zmq.Socket[bytes], listen: Endpoint, name: str) -> Endpoi
     last = bound.getsockopt(zmq.LAST_ENDPOINT)
     port = Endpoint.parse(last.decode("ascii").rstrip("\0").removeprefix("tcp://")).port  # type: ignore[union-attr]
     return Endpoint(listen.host, port)  # libzmq spells an IPv4 address in IPv6
+
+
+def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
+    """Queue one message, or raise zmq.ZMQError with nothing queued; never blocks."""
+    last = len(frames) - 1
+    for number, frame in enumerate(frames):
+        socket.send(frame, _MORE if number < last else _LAST)
 
 
 class RouterChannel:
@@ -144,7 +152,7 @@ class RouterChannel:
         message = send.message
         frames = wire.encode_status(message) if isinstance(message, Status) else wire.encode_notice(message)
         try:
-            self.socket.send_multipart([send.identity, *frames], zmq.NOBLOCK)
+            send_frames(self.socket, [send.identity, *frames])
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -226,7 +234,7 @@ class DealerChannel:
     def send(self, action: Tell | Offer) -> None:
         """Queue one message, or count it as undeliverable: a peer whose queue is full is about to be lost."""
         try:
-            self.socket.send_multipart(self._frames(action), zmq.NOBLOCK)
+            send_frames(self.socket, self._frames(action))
         except zmq.Again:
             self._rejected["undeliverable"] += 1
 

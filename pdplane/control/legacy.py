@@ -18,7 +18,14 @@ import attrs
 import zmq
 
 from pdplane import wire
-from pdplane.control.channels import Context, bind_socket, open_context, read_preallocation, read_registration
+from pdplane.control.channels import (
+    Context,
+    bind_socket,
+    open_context,
+    read_preallocation,
+    read_registration,
+    send_frames,
+)
 from pdplane.control.reactor import Reactor
 from pdplane.errors import Cause, Why, WireError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
@@ -122,7 +129,7 @@ class LegacyPrefillChannel:
         if address is None or not isinstance(send.message, Status):
             return [events.Undeliverable(send.identity)]
         try:
-            self._push(address).send_multipart(wire.encode_status(send.message), zmq.NOBLOCK)
+            send_frames(self._push(address), wire.encode_status(send.message))
         except zmq.ZMQError as error:  # a full queue, a host that is no address, no sockets left
             logger.warning("no status reaches the legacy decode at %s: %s", address, zmq.strerror(error.errno or 0))
             self._drop(self._pushes.pop(address))
@@ -239,7 +246,7 @@ class LegacyLine:
     def queue(self, frames: list[bytes]) -> bool:
         """Queue one message; return False when the queue is full."""
         try:
-            self._push.send_multipart(frames, zmq.NOBLOCK)
+            send_frames(self._push, frames)
         except zmq.Again:
             return False
         return True

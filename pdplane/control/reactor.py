@@ -34,12 +34,13 @@ class AwakeClock:
     def now(self) -> float:
         return self._read() - self._missed
 
-    def lap(self, allowed_s: float = 0.0) -> None:
-        """End the last lap, and begin one of at most `allowed_s`; a longer delay counts as a pause."""
+    def lap(self, allowed_s: float = 0.0) -> float:
+        """End the last lap, begin one of at most `allowed_s` and return the time; a longer delay counts as a pause."""
         read = self._read()
         if self._due is not None and (late := read - self._due) > HELD_UP_S:
             self._missed += late
         self._due = read + allowed_s
+        return read - self._missed
 
 
 # ---- The thread
@@ -220,11 +221,10 @@ class Reactor(Generic[Event, Action]):
                 return
 
     def _feed(self, event: Event | Tick) -> None:
-        pending: deque[Event | Tick] = deque([event])
-        while pending:
+        pending: list[Event | Tick] = [event]
+        for each in pending:  # which grows
             self._wake = None
-            self._clock.lap()
-            for action in self._machine.handle(pending.popleft(), self._clock.now()):
+            for action in self._machine.handle(each, self._clock.lap()):
                 if isinstance(action, WakeAt):
                     self._wake = action.time
                 else:

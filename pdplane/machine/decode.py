@@ -6,7 +6,7 @@ request -> look-up, registration -> window open, blocks offered -> every Success
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import singledispatchmethod
 
 import attrs
@@ -372,7 +372,7 @@ class DecodeMachine:
     def handle(self, event: events.DecodeEvent, now: float) -> list[DecodeAction]:
         """Return the actions that one event causes, the next wake-up last."""
         turn: DecodeTurn = Turn(now)
-        self._on(event, turn)
+        _handler_of(type(event))(self, event, turn)
         for key in self._timers.due(now):
             if isinstance(key, tuple):
                 self._tend(turn, key)
@@ -591,3 +591,7 @@ class DecodeMachine:
         if peer := self._peers.tend(turn, key):
             limit = self._settings.ping_interval_s * self._settings.ping_misses
             self._lose(turn, peer, Why(Cause.PEER_LOST, f"prefill at {key[0]} fell silent for {limit:g} s"))
+
+
+# As `self._on` calls it, without the wrapper that `singledispatchmethod` makes for each call.
+_handler_of: Callable[[type], Callable[..., None]] = vars(DecodeMachine)["_on"].dispatcher.dispatch

@@ -9,6 +9,7 @@ no push reads them any more. Each ticket gets one Succeed or Fail, and one Relea
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import singledispatchmethod
 
 import attrs
@@ -51,7 +52,7 @@ class PrefillMachine:
     def handle(self, event: events.PrefillEvent, now: float) -> list[PrefillAction]:
         """Return the actions that one event causes, the next wake-up last."""
         turn: PrefillTurn = Turn(now)
-        self._on(event, turn)
+        _handler_of(type(event))(self, event, turn)
         for key in self._timers.due(now):
             if isinstance(key, bytes):
                 self._rooms.lost(turn, self._sessions.silent(turn, key), "the decode rank fell silent")
@@ -325,3 +326,7 @@ def _validate(manifest: Manifest | None, session: Session) -> None:
         raise WireError("manifest", "CachePD manifest presence does not match the registration")
     if manifest is not None:
         validate_manifest(manifest, session.layout)
+
+
+# As `self._on` calls it, without the wrapper that `singledispatchmethod` makes for each call.
+_handler_of: Callable[[type], Callable[..., None]] = vars(PrefillMachine)["_on"].dispatcher.dispatch
