@@ -51,7 +51,15 @@ def test_a_later_stop_token_is_the_last_one(pair: Pair) -> None:
     assert [token.id for token in pair.reference(prompt_of(9), 8, stop_ids=stop)] == [t.id for t in run.tokens]
 
 
-def test_many_sequences_keep_their_bits(pair: Pair) -> None:
+@pytest.fixture
+def exact_pair() -> Iterator[Pair]:
+    found = Pair(options("tiny:llama", arena_bytes=1 << 20, exact=True))
+    yield found
+    found.close()
+
+
+def test_many_exact_sequences_keep_their_bits(exact_pair: Pair) -> None:
+    pair = exact_pair
     prompts = [prompt_of(length, seed=length) for length in (3, 17, 30, 8, 50)]
     ours, theirs = Pool(pair.prefill.layout), Pool(pair.decode.layout)
     source = [ours.allocate(pair.prefill.blocks_needed(len(prompt))) for prompt in prompts]
