@@ -143,6 +143,13 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
         help="requests that may stand in line for blocks (default: %(default)s)",
     )
     limits.add_argument(
+        "--max-rooms",
+        type=count,
+        default=4096,
+        metavar="N",
+        help="requests that may be live at one time, the others' unmatched halves too (default: %(default)s)",
+    )
+    limits.add_argument(
         "--drain-timeout",
         type=duration,
         default="30s",
@@ -303,6 +310,7 @@ def plane_fields(args: argparse.Namespace) -> dict[str, Any]:
         "bootstrap_timeout_s": args.bootstrap_timeout,
         "waiting_timeout_s": args.waiting_timeout,
         "ping_interval_s": args.ping_interval,
+        "max_rooms": args.max_rooms,
         "transport": args.transport,
         "transport_options": options,
         "legacy": args.legacy,

@@ -202,14 +202,14 @@ def _check_memory(*, readonly: bool, contiguous: bool) -> None:
 
 
 def _dlpack_bytes(host: Any) -> npt.NDArray[np.uint8]:  # noqa: ANN401  (whatever speaks DLPack)
-    device = int(host.__dlpack_device__()[0])
-    if device not in _HOST_DEVICES:
-        name = _DEVICE_NAMES.get(device, f"number {device}")
-        raise ConfigError(f"the arena's buffer lies in the memory of a device ({name}): an arena is the host's memory")
     try:
-        capsule = host.__dlpack__()
+        device = int(host.__dlpack_device__()[0])
+        capsule = host.__dlpack__() if device in _HOST_DEVICES else None
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"the arena's buffer cannot be shared: {error}") from error
+    if capsule is None:
+        name = _DEVICE_NAMES.get(device, f"number {device}")
+        raise ConfigError(f"the arena's buffer lies in the memory of a device ({name}): an arena is the host's memory")
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     tensor = _DlTensor.from_address(pointer(capsule, b"dltensor"))

@@ -109,7 +109,7 @@ class PrefillNode(NodeLife[PrefillEngine, PrefillPlane, PrefillLeg]):
     def prefill(self, request: PrefillRequest) -> PrefillLeg:
         """Begin a prefill leg; ends in its `done`. Raises ConfigError for a prompt that can never fit."""
         plane = self._plane
-        if plane is None or self._draining:
+        if plane is None or self._queue is None or self._draining:
             raise LocalProtocolError("this prefill takes no requests now", Cause.CLOSING)
         try:
             check_prompt(self._engine, request.tokens)
