@@ -63,7 +63,7 @@ def single_process(
     )
     for token, logprobs in steps:
         chosen = int(token)
-        found.append(RowToken(chosen, float(number(logprobs[chosen])), row=row_of(logprobs)))
+        found.append(RowToken(id=chosen, logprob=float(number(logprobs[chosen])), row=row_of(logprobs)))
         if chosen in stop_ids or len(found) == max_tokens:
             break
     return found

@@ -49,8 +49,8 @@ class Row:
         """Wait until the token is computed and return it, as a `RowToken` when the row is to be kept."""
         token, logprob = int(number(self.token)), float(number(self.logprob))
         if keep_row:
-            return RowToken(token, logprob, self._likeliest(), row=row_of(self.logprobs))
-        return Token(token, logprob, self._likeliest())
+            return RowToken(id=token, logprob=logprob, top=self._likeliest(), row=row_of(self.logprobs))
+        return Token(id=token, logprob=logprob, top=self._likeliest())
 
     def _likeliest(self) -> TopLogprobs:
         """Return the likeliest tokens, the likeliest first, equal ones by id."""

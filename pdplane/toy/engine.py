@@ -325,7 +325,8 @@ def _token(options: ToyOptions, digest: bytes, answer: Sequence[int], sampling: 
     if sampling.temperature > 0 and sampling.seed is not None:
         digest += sampling.seed.to_bytes(8, "little")
     token, logprob = next_token(options, digest, answer)
-    return Token(token, logprob, tuple(((token + n) % VOCABULARY, logprob - n) for n in range(sampling.top_logprobs)))
+    likeliest = (((token + n) % VOCABULARY, logprob - n) for n in range(sampling.top_logprobs))
+    return Token(id=token, logprob=logprob, top=tuple(likeliest))
 
 
 def _reason(request: EngineDecodeRequest, answer: Sequence[int]) -> FinishReason | None:
