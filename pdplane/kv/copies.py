@@ -94,34 +94,37 @@ class _PagePairs:
         return source.ravel(), destination.ravel(), np.broadcast_to(self.length, source.shape).ravel()
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _pages_of(
     route: RankRoute, source_layout: Layout, destination_layout: Layout, fields: frozenset[FieldId] | None
 ) -> tuple[tuple[GroupId, _PagePairs], ...]:
     """Return what all rooms between two ranks have in common: each group's runs for any block."""
-    rows: dict[GroupId, list[tuple[int, int, int, int, int]]] = {}
+    found: dict[GroupId, list[tuple[U64, ...]]] = {}
     for fragment in route.fragments:
         if fields is None or fragment.field_id in fields:
-            rows.setdefault(fragment.group_id, []).extend(_rows_of(fragment, source_layout, destination_layout))
+            columns = _columns(fragment, source_layout, destination_layout)
+            found.setdefault(fragment.group_id, []).append(columns)
     return tuple(
-        (group_id, _PagePairs(*np.array(found, np.uint64).T[:, :, None].copy())) for group_id, found in rows.items()
+        (group_id, _PagePairs(*(np.concatenate(column)[:, None] for column in zip(*parts, strict=True))))
+        for group_id, parts in found.items()
     )
 
 
-def _rows_of(
-    fragment: Fragment, source_layout: Layout, destination_layout: Layout
-) -> Iterator[tuple[int, int, int, int, int]]:
+def _columns(fragment: Fragment, source_layout: Layout, destination_layout: Layout) -> tuple[U64, ...]:
+    """Return the five columns of one fragment's rows."""
     ours, theirs = source_layout.field(fragment.field_id), destination_layout.field(fragment.field_id)
-    source = source_layout.null_page(ours) + fragment.source_offset
-    destination = destination_layout.null_page(theirs) + fragment.destination_offset
-    for row in range(fragment.rows):
-        yield (
-            (source + row * fragment.source_stride) % 2**64,
-            ours.page_stride_bytes,
-            (destination + row * fragment.destination_stride) % 2**64,
-            theirs.page_stride_bytes,
-            fragment.row_bytes,
-        )
+    rows = np.arange(fragment.rows, dtype=np.uint64)
+    source = (source_layout.null_page(ours) + fragment.source_offset) % 2**64
+    destination = (destination_layout.null_page(theirs) + fragment.destination_offset) % 2**64
+    same = (ours.page_stride_bytes, theirs.page_stride_bytes, fragment.row_bytes)
+    source_stride, destination_stride, length = (np.full(fragment.rows, number, np.uint64) for number in same)
+    return (
+        rows * np.uint64(fragment.source_stride) + np.uint64(source),
+        source_stride,
+        rows * np.uint64(fragment.destination_stride) + np.uint64(destination),
+        destination_stride,
+        length,
+    )
 
 
 def expected_bytes(destination_layout: Layout, manifest: Manifest, route: RankRoute) -> int:

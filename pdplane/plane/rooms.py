@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 from typing import Generic, Protocol, SupportsIndex, TypeAlias, TypeVar
 
 import attrs
@@ -281,6 +282,7 @@ def _part(slots: range) -> slice:
     return slice(slots.start, slots.stop)
 
 
+@lru_cache(maxsize=256)
 def _fields_of(layout: Layout, steps: range) -> frozenset[FieldId]:
     found = layout.steps
     if any(not 0 <= step < len(found) for step in steps):

@@ -6,9 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdplane.errors import LocalProtocolError
 from pdplane.ids import FieldId, GroupId
+from pdplane.kv import copies as planner
 from pdplane.kv.copies import Copies, expected_bytes, merged_copies, plan_block_copies, plan_copies, window_runs
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, ManifestGroup, build_manifest
@@ -149,3 +152,21 @@ def test_the_order_is_that_of_the_side_that_lies_in_fewer_runs() -> None:
         (32, 0, 16), (96, 16, 16), (0, 32, 16), (64, 48, 16)
     ]  # fmt: skip
     assert _rows(merged_copies(straight, straight, length)) == [(0, 0, 64)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(1, 9)), max_size=12),
+    st.integers(1, 9),
+)
+def test_few_runs_are_treated_as_many(rows: list[tuple[int, int, int]], unit: int) -> None:
+    columns = [np.array(column, np.uint64) * np.uint64(unit) for column in zip(*rows, strict=True)] or [
+        np.empty(0, np.uint64)
+    ] * 3
+    with pytest.MonkeyPatch.context() as patched:
+        few, united = merged_copies(*columns), planner.united_runs(columns[1], columns[2])
+        patched.setattr(planner, "FEW", 0)
+        many = merged_copies(*columns)
+        for ours, theirs in zip(united, planner.united_runs(columns[1], columns[2]), strict=True):
+            assert ours.tolist() == theirs.tolist()
+    for side in ("source", "destination", "length"):
+        assert getattr(few, side).tolist() == getattr(many, side).tolist()
