@@ -37,11 +37,11 @@ from pdplane.ids import Room
 from pdplane.kv.manifest import build_manifest
 from pdplane.machine.actions import Delivered
 from pdplane.messages import Fingerprint, hash_prompt
-from pdplane.node.legs import Blocks, Place, arrow, check_prompt, open_future, why_ended
+from pdplane.node.legs import Blocks, Place, arrow, check_prompt, why_ended
 from pdplane.node.life import NodeLife
 from pdplane.plane.config import DecodeConfig
 from pdplane.plane.decode import DecodePlane
-from pdplane.plane.rooms import DecodeRoom
+from pdplane.plane.rooms import DecodeRoom, open_future
 
 
 @attrs.define(eq=False)

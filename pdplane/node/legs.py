@@ -127,15 +127,6 @@ class BlockQueue:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-
-def open_future() -> Future[T]:
-    """Return a future that only the node ends, even if an asyncio wrapper around it is cancelled."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
 
 class Holding(Protocol):
     """A leg that may hold blocks; `gone` names the users that touch them no more."""

@@ -19,11 +19,11 @@ from pdplane.ids import GroupId, Room
 from pdplane.kv.copies import expected_bytes
 from pdplane.kv.manifest import blocks_behind
 from pdplane.messages import Fingerprint, hash_prompt
-from pdplane.node.legs import Blocks, Place, arrow, check_prompt, open_future, why_ended
+from pdplane.node.legs import Blocks, Place, arrow, check_prompt, why_ended
 from pdplane.node.life import NodeLife
 from pdplane.plane.config import PrefillConfig
 from pdplane.plane.prefill import PrefillPlane
-from pdplane.plane.rooms import PrefillRoom, RoomWindow
+from pdplane.plane.rooms import PrefillRoom, RoomWindow, open_future
 
 Gate: TypeAlias = Callable[[Room, Callable[[], None]], None]
 """Called with (room, go on) when decode's offer is there; calls `go on` once, on any thread, when all ranks have it."""

@@ -19,8 +19,8 @@ from pdplane.control.ranks import Message, RankLink
 from pdplane.errors import Cause, ConfigError, LocalProtocolError, PdplaneError, RoomFailed, Why
 from pdplane.ids import Endpoint, Room
 from pdplane.node.decode import DecodeNode
-from pdplane.node.legs import open_future
 from pdplane.node.prefill import PrefillNode
+from pdplane.plane.rooms import open_future
 
 Request: TypeAlias = PrefillRequest | DecodeRequest
 Tell: TypeAlias = Callable[[str, int, str], None]

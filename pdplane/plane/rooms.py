@@ -25,8 +25,8 @@ from pdplane.messages import MAX_TOP_LOGPROBS, NO_TOKEN, TopLogprobs
 T = TypeVar("T")
 
 
-def _open_future() -> Future[T]:
-    """Return a future that only the plane ends, even if an asyncio wrapper around it is cancelled."""
+def open_future() -> Future[T]:
+    """Return a future that only its maker ends, even if an asyncio wrapper around it is cancelled."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -90,9 +90,9 @@ class PrefillRoom:
 
     room: Room
     ticket: int
-    window: Future[RoomWindow] = attrs.field(factory=_open_future, init=False)
-    done: Future[None] = attrs.field(factory=_open_future, init=False)
-    released: Future[None] = attrs.field(factory=_open_future, init=False)
+    window: Future[RoomWindow] = attrs.field(factory=open_future, init=False)
+    done: Future[None] = attrs.field(factory=open_future, init=False)
+    released: Future[None] = attrs.field(factory=open_future, init=False)
     _pushed: dict[FieldId, int] = attrs.field(factory=dict, init=False)  # blocks of the manifest, from its first on
     _layout: Layout
     _push: Callable[[Mapping[SessionId, Copies]], None]
@@ -246,8 +246,8 @@ class DecodeRoom:
 
     room: Room
     ticket: int
-    done: Future[Delivered] = attrs.field(factory=_open_future, init=False)
-    released: Future[None] = attrs.field(factory=_open_future, init=False)
+    done: Future[Delivered] = attrs.field(factory=open_future, init=False)
+    released: Future[None] = attrs.field(factory=open_future, init=False)
     _cancel: Callable[[Why], None]
     on_landed: Callable[[U64, U64], None] | None = None
 
