@@ -68,10 +68,6 @@ class Endpoint:
     def url(self, scheme: str) -> str:
         return f"{scheme}://{self}"
 
-    @property
-    def is_ipv6(self) -> bool:
-        return ":" in self.host
-
 
 def _split(text: str) -> tuple[str, str | None]:
     if text.startswith("["):

@@ -239,8 +239,6 @@ class RankThread(EngineThread):
                 raise InternalError(f"no job can be shared under key {key} now")
             job = SharedJob(make_turns, key, lambda: self._wake(found))
             found.job, found.chunks = job, chunks
-            self._active += 1
-            job.future.add_done_callback(self._ended)
             job.future.add_done_callback(lambda _: _settle(found.over))
             if found.ended:
                 self._end_here(found)

@@ -88,7 +88,6 @@ class EngineThread:
         self._lock = threading.RLock()  # reentrant: a turn that failed at once reports from inside submit
         self._closing = False
         self._executor: ThreadPoolExecutor | None = None
-        self._active = 0
 
     def start(self) -> None:
         """Start the thread; harmless when it runs."""
@@ -103,11 +102,6 @@ class EngineThread:
         """Whether `close` was called; long work may look and stop."""
         return self._closing
 
-    @property
-    def active_jobs(self) -> int:
-        """How many jobs were submitted and have not ended."""
-        return self._active
-
     def submit(
         self, make_turns: Callable[[], Turns[T]], line: PromptLine[Job[Any]] | None = None, chunks: int = 1
     ) -> Job[T]:
@@ -119,8 +113,6 @@ class EngineThread:
         with self._lock:
             if self._executor is None or self._closing:
                 raise InternalError("the engine thread is not running")
-            self._active += 1
-            job.future.add_done_callback(self._ended)
             if line is None:
                 self._schedule(self._executor, job)
             else:
@@ -206,10 +198,6 @@ class EngineThread:
                 return
         while (job := line.take()) is not None:
             job._turn(closing=True)
-
-    def _ended(self, _future: Future[T]) -> None:
-        with self._lock:
-            self._active -= 1
 
     def _report(self, turn: Future[None], job: Job[T]) -> None:
         error = turn.exception()

@@ -212,4 +212,4 @@ def _address(text: str, family: socket.AddressFamily) -> str:
 
 def test_addresses_of_proc_are_read() -> None:
     assert _address("0100007F", socket.AF_INET) == "127.0.0.1"
-    assert Endpoint(_address("00000000000000000000000001000000", socket.AF_INET6), 1).is_ipv6
+    assert str(Endpoint(_address("00000000000000000000000001000000", socket.AF_INET6), 1)) == "[::1]:1"

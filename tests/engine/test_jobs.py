@@ -104,7 +104,6 @@ def test_a_cancelled_answer_ends_between_tokens(pair: Pair) -> None:
     job = pair.decode.decode(request, lambda token: job.cancel() if token.id != 7 else None, nothing)
     with pytest.raises(CancelledError):
         job.result(60)
-    assert pair.decode.thread.active_jobs == 0
 
 
 def test_an_exception_in_a_callback_is_the_jobs_error(pair: Pair) -> None:
@@ -138,7 +137,6 @@ def test_prompts_that_cannot_work_are_refused_at_once(pair: Pair) -> None:
         engine.prefill(prompt_of(17), blocks, nothing)
     with pytest.raises(ConfigError, match=r"outside 1\.\."):
         engine.prefill(prompt_of(9), dict.fromkeys(blocks, (0, 1)), nothing)
-    assert engine.thread.active_jobs == 0
 
 
 def test_requests_that_cannot_work_are_refused_at_once(pair: Pair) -> None:

@@ -63,11 +63,6 @@ class ExpertLayer:
     parts: Mapping[str, Part]
     quantization: Quantization | None
 
-    @property
-    def expert_bytes(self) -> int:
-        """The bytes of one expert's weights."""
-        return sum(math.prod(part.shape) * DTYPES[part.dtype].size for part in self.parts.values())
-
 
 class ExpertStore(Protocol):
     """A source of experts; `read` is called by one thread at a time."""
