@@ -42,6 +42,10 @@ ROLE_FLAGS: Mapping[Role, tuple[str, ...]] = {"prefill": ("--prompt-cache-bytes"
 
 # What mlx_lm.server knows and a pair of daemons cannot do.
 _REFUSED: Mapping[str, str] = {
+    "--adapter-path": "adapters are not built; fuse the adapter into the model with mlx_lm.fuse",
+    "--trust-remote-code": "code that comes with a model is not run",
+    "--chat-template": "the model folder's own template is used",
+    "--use-default-chat-template": "the model folder's own template is used",
     "--draft-model": "speculative decoding is not built",
     "--num-draft-tokens": "speculative decoding is not built",
     "--pipeline": "a model is split over ranks by mlx.launch, see docs/operations.md",

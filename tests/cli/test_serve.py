@@ -101,6 +101,8 @@ def test_running_daemons_leave_selection_and_come_back() -> None:
         ([], 1, "--model"),
         (["--prefill", "h:1"], 1, "--decode"),
         (["--model", "toy", "--draft-model", "x"], 2, "--draft-model"),
+        (["--model", "toy", "--adapter-path", "x"], 2, "--adapter-path"),
+        (["--model", "toy", "--trust-remote-code"], 2, "--trust-remote-code"),
         (["--model", "toy", "--quantized-kv-start", "5"], 2, "--quantized-kv-start"),
         (["--model", "toy", "--chat-template-args", "[]"], 2, "JSON object"),
     ],
