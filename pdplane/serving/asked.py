@@ -12,21 +12,13 @@ from typing import Any
 
 import attrs
 
-from pdplane.api import GREEDY, Node, Sampling, Tokenizer
+from pdplane.api import Node, Sampling, Tokenizer
 from pdplane.ids import Endpoint, Room
 from pdplane.serving.fields import BadField
 
 MAX_ANSWERS = 128
 MAX_TOKENS = 1 << 20
-
-
-@attrs.frozen(kw_only=True)
-class Defaults:
-    """Values for what a request leaves out; `template` are arguments of the chat template."""
-
-    sampling: Sampling = GREEDY
-    max_tokens: int = 512
-    template: Mapping[str, object] = attrs.Factory(dict)
+DEFAULT_MAX_TOKENS = 512
 
 
 @attrs.frozen(kw_only=True)
@@ -37,12 +29,11 @@ class Served:
     tokenizer: Tokenizer
     vocab_size: int | None
     context_length: int | None
-    defaults: Defaults
     bootstrap_port: int
     """Port of a rendezvous for which a request names none."""
 
     @classmethod
-    def of(cls, node: Node, defaults: Defaults, bootstrap_port: int) -> Served:
+    def of(cls, node: Node, bootstrap_port: int) -> Served:
         """Return the served model, from the node's own info."""
         info = node.info()
         return cls(
@@ -50,7 +41,6 @@ class Served:
             tokenizer=node.tokenizer,
             vocab_size=info.get("vocab_size"),
             context_length=info.get("context_length"),
-            defaults=defaults,
             bootstrap_port=bootstrap_port,
         )
 
@@ -161,10 +151,10 @@ def check_prompt(served: Served, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _length(served: Served, prompt_tokens: int, asked: int | None) -> int:
-    default, context = served.defaults.max_tokens, served.context_length
+    context = served.context_length
     if context is None:
-        return asked or default
-    wanted = asked or max(1, min(default, context - prompt_tokens))
+        return asked or DEFAULT_MAX_TOKENS
+    wanted = asked or max(1, min(DEFAULT_MAX_TOKENS, context - prompt_tokens))
     if prompt_tokens + wanted > context:
         raise BadField(
             f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the context of {context}",

@@ -36,7 +36,7 @@ def read_conversation(fields: Fields, served: Served) -> Conversation:
     """
     messages = _messages(fields)
     tools = _tools(fields)
-    settings = {**served.defaults.template, **(fields.mapping("chat_template_kwargs") or {})}
+    settings = fields.mapping("chat_template_kwargs")
     roles = fields.mapping("role_mapping")
     if roles is not None and not all(isinstance(value, str) for value in roles.values()):
         raise fields.refuse("role_mapping", "is not an object of texts")

@@ -9,17 +9,15 @@ from aiohttp import web
 
 from pdplane.api import DecodeHandle, DecodeRequest, DecodeService, Token
 from pdplane.serving.answer import Piece
-from pdplane.serving.asked import Asked, AskedAnswer, Defaults
+from pdplane.serving.asked import Asked, AskedAnswer
 from pdplane.serving.exchange import Exchange
 from pdplane.serving.fields import BadField
 from pdplane.serving.routes import DEFAULT_BOOTSTRAP_PORT, Half, app_of
 
 
-def decode_app(
-    node: DecodeService, *, bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT, defaults: Defaults | None = None
-) -> web.Application:
+def decode_app(node: DecodeService, *, bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT) -> web.Application:
     """Return the application, for the process's HttpThread; `bootstrap_port` is for requests that name none."""
-    return app_of(Half(node, "decode", partial(_begin, node), _first_piece, defaults or Defaults(), bootstrap_port))
+    return app_of(Half(node, "decode", partial(_begin, node), _first_piece, bootstrap_port))
 
 
 def _begin(node: DecodeService, asked: Asked, answer: AskedAnswer, on_token: Callable[[Token], None]) -> DecodeHandle:

@@ -103,16 +103,14 @@ class Fields:
             raise self.refuse(field, f"is not a text of at most {longest} characters")
         return None if value is None else str(value)
 
-    def texts(self, field: str, most: int) -> tuple[str, ...]:
+    def texts(self, field: str, most: int, longest: int = MAX_TEXT) -> tuple[str, ...]:
         """Return one text or a list of texts, none of them empty."""
         value = self.take(field)
         if value is None:
             return ()
         found = [value] if isinstance(value, str) else value
-        if not isinstance(found, list) or not all(
-            isinstance(item, str) and 0 < len(item) <= MAX_TEXT for item in found
-        ):
-            raise self.refuse(field, "is not a text or a list of texts")
+        if not isinstance(found, list) or not all(isinstance(item, str) and 0 < len(item) <= longest for item in found):
+            raise self.refuse(field, f"is not a text of 1 to {longest} characters, or a list of such texts")
         if len(found) > most:
             raise self.refuse(field, f"has more than {most} texts")
         return tuple(found)

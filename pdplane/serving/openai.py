@@ -144,7 +144,7 @@ def told(logprob: float) -> float | None:
 class OpenaiCompletions:
     """`POST /v1/completions`."""
 
-    paths = ("/v1/completions", "/completions")
+    paths = ("/v1/completions",)
     marks = False
 
     def read(self, data: bytes, served: Served) -> Asked:

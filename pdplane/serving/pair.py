@@ -366,11 +366,13 @@ class _Exchange:
     async def _unless_lost(self, awaitable: Awaitable[bytes], lost: list[asyncio.Task[Any]]) -> bytes:
         """Await decode's bytes for as long as decode is not lost; prefill has done its part then."""
         read = asyncio.ensure_future(awaitable)
-        await asyncio.wait({read, lost[1]}, return_when=asyncio.FIRST_COMPLETED)
-        if not read.done():
-            read.cancel()
-            self._is_lost(1)
-        return read.result()
+        try:
+            await asyncio.wait({read, lost[1]}, return_when=asyncio.FIRST_COMPLETED)
+            if not read.done():
+                self._is_lost(1)
+            return read.result()
+        finally:
+            read.cancel()  # of no effect when it has ended; else the client left, or decode is lost
 
     def _is_lost(self, index: int) -> NoReturn:
         member = (self.pair.prefill, self.pair.decode)[index]

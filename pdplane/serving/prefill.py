@@ -10,7 +10,7 @@ from aiohttp import web
 
 from pdplane.api import PrefillHandle, PrefillRequest, PrefillService, Token
 from pdplane.serving.answer import Piece
-from pdplane.serving.asked import Asked, AskedAnswer, Defaults
+from pdplane.serving.asked import Asked, AskedAnswer
 from pdplane.serving.exchange import Exchange
 from pdplane.serving.routes import Half, app_of
 
@@ -18,9 +18,9 @@ _EARLY_REFUSAL_S = 0.05
 """How long a stream's headers wait for a refusal (a live room, no blocks), so that it gets its real status."""
 
 
-def prefill_app(node: PrefillService, *, defaults: Defaults | None = None) -> web.Application:
+def prefill_app(node: PrefillService) -> web.Application:
     """Return the application, for the process's HttpThread."""
-    return app_of(Half(node, "prefill", partial(_begin, node), _refusal, defaults or Defaults()))
+    return app_of(Half(node, "prefill", partial(_begin, node), _refusal))
 
 
 def _begin(

@@ -14,7 +14,7 @@ from pdplane.api import Node
 from pdplane.errors import PdplaneError
 from pdplane.serving.about import AboutRoutes, Role
 from pdplane.serving.answer import Piece
-from pdplane.serving.asked import Defaults, Served
+from pdplane.serving.asked import Served
 from pdplane.serving.dialect import Dialect
 from pdplane.serving.errors import answer_error, json_errors, refuse
 from pdplane.serving.exchange import Begin, Exchange, answer_stream, answer_whole, read
@@ -39,7 +39,6 @@ class Half:
     role: Role
     begin: Begin
     opening: Opening
-    defaults: Defaults
     bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
     """Port of a rendezvous for which a request names none."""
 
@@ -59,7 +58,7 @@ async def _answer(half: Half, metrics: Metrics, dialect: Dialect, request: web.R
     if not half.node.ready:
         return refuse(503, f"this {half.role} node is not ready")
     try:
-        served = Served.of(half.node, half.defaults, half.bootstrap_port)
+        served = Served.of(half.node, half.bootstrap_port)
         asked = await read(dialect, request, served)
         exchange = Exchange(dialect, asked, served, metrics)
         exchange.begin(half.begin)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import attrs
-
 from pdplane.api import Sampling
 from pdplane.errors import ConfigError
 from pdplane.ids import MAX_ROOM, Endpoint, Room
@@ -14,6 +12,7 @@ from pdplane.serving.asked import MAX_ANSWERS, Meeting, Served
 from pdplane.serving.fields import BadField, Fields, short
 
 MAX_STOPS = 16
+MAX_STOP = 4096
 MAX_STOP_IDS = 256
 MAX_CONTEXT_SIZE = 2**31 - 1
 
@@ -22,7 +21,7 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 
 
 def read_sampling(fields: Fields, served: Served, *, seed: str = "seed", top_logprobs: int = 0) -> Sampling:
-    """Return how tokens are chosen; the daemon's defaults for what the request leaves out. Raises BadField."""
+    """Return how tokens are chosen; greedily unless the request says otherwise. Raises BadField."""
     given: dict[str, Any] = {
         "temperature": fields.number("temperature", 0),
         "top_p": _top_p(fields),
@@ -40,7 +39,7 @@ def read_sampling(fields: Fields, served: Served, *, seed: str = "seed", top_log
         given[name] = fields.whole(name, 0, MAX_CONTEXT_SIZE)
     said = {name: value for name, value in given.items() if value is not None}
     try:
-        return attrs.evolve(served.defaults.sampling, **said, top_logprobs=top_logprobs)
+        return Sampling(**said, top_logprobs=top_logprobs)
     except ConfigError as error:
         name = str(error).partition(" ")[0]
         raise BadField(f"{fields.name('')}{error}", fields.name(name)) from error
@@ -51,7 +50,7 @@ def read_stops(fields: Fields) -> tuple[tuple[str, ...], frozenset[int], bool]:
     ids = fields.ids("stop_token_ids") or ()
     if len(ids) > MAX_STOP_IDS:
         raise fields.refuse("stop_token_ids", f"has more than {MAX_STOP_IDS} ids")
-    return fields.texts("stop", MAX_STOPS), frozenset(ids), fields.flag("ignore_eos")
+    return fields.texts("stop", MAX_STOPS, MAX_STOP), frozenset(ids), fields.flag("ignore_eos")
 
 
 def read_meetings(fields: Fields, served: Served) -> tuple[Meeting, ...]:

@@ -75,6 +75,19 @@ def test_one_command_serves_and_a_killed_daemon_is_started_again() -> None:
     assert "Traceback" not in log
 
 
+def test_a_client_that_leaves_a_stream_costs_no_error_in_the_log() -> None:
+    served = Served("--model", "toy")
+    served.wait_healthy()
+    connection = http.client.HTTPConnection(served.at.host, served.at.port, timeout=PATIENCE_S)
+    body = {"model": "toy", "prompt": "hi", "max_tokens": 3000, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    assert connection.getresponse().read(1)
+    connection.close()
+    assert served.ask("/v1/completions", {**body, "max_tokens": 4, "stream": False})[0] == 200
+    code, log = served.end()
+    assert (code, [line for line in log.splitlines() if "ERROR" in line or "Traceback" in line]) == (0, []), log
+
+
 def test_running_daemons_leave_selection_and_come_back() -> None:
     with Daemon("prefill") as prefill, Daemon("decode") as first, Daemon("decode") as second:
         served = Served("--prefill", prefill.url, "--decode", first.url, second.url)

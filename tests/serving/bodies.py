@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdplane.serving.asked import Defaults, Served
+from pdplane.serving.asked import Served
 from pdplane.toy.engine import ToyTokenizer
 
 TOY = Served(
@@ -12,7 +12,6 @@ TOY = Served(
     tokenizer=ToyTokenizer(),
     vocab_size=256,
     context_length=100,
-    defaults=Defaults(),
     bootstrap_port=8998,
 )
 

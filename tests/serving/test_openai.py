@@ -69,6 +69,7 @@ BOTH: list[tuple[dict[str, Any], int, str]] = [
     ({"stop": ""}, 400, "stop"),
     ({"stop": ["a"] * 17}, 400, "stop"),
     ({"stop": 1}, 400, "stop"),
+    ({"stop": "x" * 4097}, 400, "stop"),
     ({"stop_token_ids": ["1"]}, 400, "stop_token_ids"),
     ({"max_tokens": 0}, 400, "max_tokens"),
     ({"max_tokens": 5000}, 400, "max_tokens"),
