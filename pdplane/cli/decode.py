@@ -121,8 +121,9 @@ def _engine(options: DaemonOptions, prepare: Prepare | None) -> DecodeEngine:
         if prepare is not None:
             raise ConfigError("the toy has no experts")
         from pdplane.toy.engine import ToyDecodeEngine
+        from pdplane.toy.model import ToyOptions
 
-        return ToyDecodeEngine()
+        return ToyDecodeEngine(ToyOptions(seed=options.engine.seed))
     with mlx_needed(options.blas):
         from pdplane.engine.decode import MlxDecodeEngine
 

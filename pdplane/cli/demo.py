@@ -24,7 +24,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from pdplane.cli.children import Child, ChildFailed, Children
-from pdplane.cli.flags import add_blas_flag
+from pdplane.cli.flags import TOY, add_blas_flag
 from pdplane.cli.generate import Printer, Wanted, ask
 from pdplane.cli.yardstick import Question
 from pdplane.ids import Endpoint, new_room
@@ -120,7 +120,7 @@ class _Demo:
         ready = {role: daemon.hear(_READY_S) for role, daemon in daemons.items()}
         self._notes.print(f"prompt of {len(tokens)} tokens: {self._args.prompt}\n")
         answer = self._ask(ready, tokens)
-        self._notes.print("\ncomparing with one mlx-lm process")
+        self._notes.print(f"\ncomparing with one {_kind(self._model)} process")
         yardstick.nudge()
         expected = _heard(yardstick)
         layout = decode_layout(_get(ready["prefill"]["bootstrap"], _ROUTE)["cache_layout"].encode())
@@ -206,6 +206,10 @@ class _Demo:
         )
 
 
+def _kind(model: str) -> str:
+    return model if model == TOY else "mlx-lm"
+
+
 def _heard(yardstick: Child) -> dict[str, Any]:
     said = yardstick.hear()
     if "error" in said:
@@ -233,7 +237,7 @@ def _table(shown: Demonstration) -> Table:
         ("GiB/s", f"{shown.gib_per_s:.2f}"),
         ("time to first token", f"{shown.time_to_first_token_s:.2f} s"),
         ("decode tok/s", rate),
-        ("identical to one mlx-lm process", verdict),
+        (f"identical to one {_kind(shown.model)} process", verdict),
     ):
         table.add_row(name, value)
     return table

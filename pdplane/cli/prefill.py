@@ -114,8 +114,9 @@ def _engine(options: DaemonOptions, prepare: Prepare | None) -> PrefillEngine:
         if prepare is not None:
             raise ConfigError("the toy has no experts")
         from pdplane.toy.engine import ToyPrefillEngine
+        from pdplane.toy.model import ToyOptions
 
-        return ToyPrefillEngine()
+        return ToyPrefillEngine(ToyOptions(seed=options.engine.seed))
     with mlx_needed(options.blas):
         from pdplane.engine.prefill import MlxPrefillEngine
 

@@ -1,4 +1,4 @@
-"""The demo's yardstick: one plain mlx-lm process that answers the same prompt.
+"""The demo's yardstick: one plain mlx-lm process (or one toy) that answers the same prompt.
 
     python -m pdplane.cli.yardstick QUESTION          where QUESTION is the JSON of a `Question`
 
@@ -13,16 +13,22 @@ import json
 import signal
 import sys
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import attrs
 
+from pdplane.api import Tokenizer
 from pdplane.cli.daemon import mlx_needed
+from pdplane.cli.flags import TOY
 from pdplane.cli.process import exit_with_parent
 from pdplane.errors import ConfigError
 from pdplane.net import JsonLines
 
 _TERMINATED = 128 + signal.SIGTERM
+
+Loaded: TypeAlias = tuple[list[int], Callable[[], list[tuple[int, float]]]]
+"""The prompt's tokens, and what computes the answer: (token, logprob) pairs."""
 
 
 @attrs.frozen
@@ -64,6 +70,23 @@ class _Speaker:
 
 
 def _measure(speaker: _Speaker, word: threading.Event, asked: Question) -> None:
+    tokens, answer = _load_toy(asked) if asked.model == TOY else _load(asked, speaker)
+    speaker.say(tokens=tokens)
+    word.wait()
+    found = answer()
+    speaker.say(ids=[token for token, _logprob in found], logprobs=[logprob for _token, logprob in found])
+
+
+def _load_toy(asked: Question) -> Loaded:
+    from pdplane.toy.engine import ToyTokenizer
+    from pdplane.toy.model import ToyOptions, toy_answer
+
+    tokenizer = ToyTokenizer()
+    tokens, stop_ids = tokenizer.encode(asked.prompt), _stop_ids(asked, tokenizer)
+    return tokens, lambda: toy_answer(ToyOptions(), tokens, asked.max_tokens, stop_ids)
+
+
+def _load(asked: Question, speaker: _Speaker) -> Loaded:
     with mlx_needed(asked.blas):
         from pdplane.engine.model import TINY, load_model
         from pdplane.engine.options import EngineOptions
@@ -75,11 +98,17 @@ def _measure(speaker: _Speaker, word: threading.Event, asked: Question) -> None:
         tokens = tokenizer.apply_chat([{"role": "user", "content": asked.prompt}])
     else:
         tokens = tokenizer.encode(asked.prompt)
-    speaker.say(tokens=tokens)
-    word.wait()
-    stop_ids: frozenset[int] = frozenset() if asked.ignore_eos else tokenizer.eos_ids
-    answer = single_process(model, tokens, asked.max_tokens, options, stop_ids=stop_ids)
-    speaker.say(ids=[token.id for token in answer], logprobs=[token.logprob for token in answer])
+    stop_ids = _stop_ids(asked, tokenizer)
+
+    def answer() -> list[tuple[int, float]]:
+        found = single_process(model, tokens, asked.max_tokens, options, stop_ids=stop_ids)
+        return [(token.id, token.logprob) for token in found]
+
+    return tokens, answer
+
+
+def _stop_ids(asked: Question, tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset() if asked.ignore_eos else tokenizer.eos_ids
 
 
 if __name__ == "__main__":

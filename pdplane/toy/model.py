@@ -53,7 +53,7 @@ class ToyOptions:
     seed: int = 0
     tp_size: int = 1
     tp_rank: int = 0
-    context_length: int = 4096
+    context_length: int = 1 << 16
     concurrency: int = 32
 
     def __attrs_post_init__(self) -> None:
