@@ -170,7 +170,7 @@ def options(model: str, **changes: int | str | None) -> EngineOptions:
         model,
         prefill_step_size=STEP_SIZE,
         block_tokens=BLOCK_TOKENS,
-        arena_bytes=16 << 20,
+        arena_bytes=2 << 20,
         assemble_ahead_bytes=1,
         exact=True,
     )
