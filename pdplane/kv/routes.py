@@ -106,7 +106,7 @@ def plan_route(
     _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
     _check_rank(prefill_rank, prefill_tp, "prefill_rank")
     _check_rank(decode_rank, decode_tp, "decode_rank")
-    served = decode_ranks_served(prefill_layout, decode_layout, prefill_tp, prefill_rank, decode_tp)
+    served = _served(_cuts(prefill_layout, decode_layout), prefill_tp, prefill_rank, decode_tp)
     dummy = not served
     if decode_rank not in (served or (0,)):
         raise WireError("decode_rank", "CachePD Decode registration targets the wrong Prefill TP rank")
@@ -140,16 +140,13 @@ def decode_ranks_served(
 ) -> tuple[Rank, ...]:
     """Return the decode ranks that `prefill_rank` sends to, ascending."""
     _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
-    cuts = _cuts(prefill_layout, decode_layout)
-    return tuple(Rank(rank) for rank in range(decode_tp) if prefill_rank in _feeders(cuts, prefill_tp, decode_tp, rank))
+    return _served(_cuts(prefill_layout, decode_layout), prefill_tp, prefill_rank, decode_tp)
 
 
 def dummy_ranks(prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, decode_tp: int) -> tuple[Rank, ...]:
     """Return the prefill ranks that send to nobody, ascending; only decode rank 0 contacts them."""
     _check_pair(prefill_layout, decode_layout, prefill_tp, decode_tp)
-    cuts = _cuts(prefill_layout, decode_layout)
-    busy = {rank for decode_rank in range(decode_tp) for rank in _feeders(cuts, prefill_tp, decode_tp, decode_rank)}
-    return tuple(Rank(rank) for rank in range(prefill_tp) if rank not in busy)
+    return _dummies(_cuts(prefill_layout, decode_layout), prefill_tp, decode_tp)
 
 
 def contact_order(
@@ -157,8 +154,9 @@ def contact_order(
 ) -> tuple[Rank, ...]:
     """Return the prefill ranks that `decode_rank` registers with, ascending: its feeders, for rank 0 dummies too."""
     feeders = expected_prefill_ranks(prefill_layout, decode_layout, prefill_tp, decode_tp, decode_rank)
-    dummies = dummy_ranks(prefill_layout, decode_layout, prefill_tp, decode_tp) if decode_rank == 0 else ()
-    return tuple(sorted({*feeders, *dummies}))
+    if decode_rank != 0:
+        return feeders
+    return tuple(sorted({*feeders, *_dummies(_cuts(prefill_layout, decode_layout), prefill_tp, decode_tp)}))
 
 
 def _check_pair(prefill_layout: Layout, decode_layout: Layout, prefill_tp: int, decode_tp: int) -> None:
@@ -205,6 +203,15 @@ def _shapes(prefill_layout: Layout, decode_layout: Layout) -> Iterator[tuple[Fie
 
 def _cuts(prefill_layout: Layout, decode_layout: Layout) -> frozenset[_Cut]:
     return frozenset(shape.cut for _, shape in _shapes(prefill_layout, decode_layout))
+
+
+def _served(cuts: frozenset[_Cut], prefill_tp: int, prefill_rank: int, decode_tp: int) -> tuple[Rank, ...]:
+    return tuple(Rank(rank) for rank in range(decode_tp) if prefill_rank in _feeders(cuts, prefill_tp, decode_tp, rank))
+
+
+def _dummies(cuts: frozenset[_Cut], prefill_tp: int, decode_tp: int) -> tuple[Rank, ...]:
+    busy = {rank for decode_rank in range(decode_tp) for rank in _feeders(cuts, prefill_tp, decode_tp, decode_rank)}
+    return tuple(Rank(rank) for rank in range(prefill_tp) if rank not in busy)
 
 
 @lru_cache(maxsize=4096)
