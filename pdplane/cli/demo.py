@@ -126,7 +126,7 @@ class _Demo:
         layout = decode_layout(_get(ready["prefill"]["bootstrap"], _ROUTE)["cache_layout"].encode())
         blocks = sum(blocks_needed(layout, len(tokens)).values())
         traffic, info = (_get(ready["prefill"]["http"], path) for path in ("/statistics", "/server_info"))
-        return self._sum_up(answer, expected, blocks, traffic["data"]["totals"], info["blas"])
+        return self._sum_up(answer, expected, blocks, traffic["data"]["totals"], info.get("blas", "none"))
 
     def _get_model(self) -> tuple[Child, list[int]]:
         """Return the yardstick with its loaded model, the fallback if need be, and the prompt's tokens."""
