@@ -42,6 +42,7 @@ from pdplane.ids import MAX_ROOM, Generation, Room
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, Copies
 from pdplane.kv.layout import FEW
+from pdplane.messages import PushKey
 from pdplane.transport.vector import merge, pieces
 
 XXH3 = "xxh3"
@@ -112,6 +113,10 @@ class Header:
     @property
     def push(self) -> int:
         return self.segment >> 32
+
+    @property
+    def key(self) -> PushKey:
+        return self.room, self.generation, self.segment >> 32
 
     @property
     def table_bytes(self) -> int:

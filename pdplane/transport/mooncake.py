@@ -6,8 +6,8 @@ known to have landed until the writer says so on the control plane, and nothing 
 reports nothing, and the owner of the arena must keep a failed room's blocks out of use for a while.
 
 Needs the extra `mooncake` and Debian's libibverbs1, librdmacm1 and libnuma1; imported only when the scheme
-is asked for. Over TCP the engine refuses about a thousand runs in flight, hence small segments: each is
-one batch, and the border at which a cancelled push ends.
+is asked for. Over TCP the engine refuses about a thousand runs in flight, hence small segments: a batch has
+no more runs than one, and a segment's border is where a cancelled push ends.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import importlib
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import attrs
 
 from pdplane.errors import ConfigError, LocalProtocolError
-from pdplane.ids import Endpoint, Generation, Life, Room, SessionId
+from pdplane.ids import Endpoint, Life, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
+from pdplane.messages import PushKey
 from pdplane.net import Wakeup
 from pdplane.security import Secret
 from pdplane.transport.fence import Fence
@@ -95,11 +97,12 @@ class MooncakeEngine:
         """
         return int(self._engine.batch_transfer_sync_write(session, [], [], [])) == 0
 
-    def write(self, session: SessionId, part: Copies, target_base: int) -> bool:
+    def write(self, session: SessionId, parts: Sequence[Copies], target_base: int) -> bool:
         """Write one batch whole, without the interpreter's lock; bounded by the engine's own timeout (30 s)."""
-        source = [self._arena.base + offset for offset in part.source.tolist()]
-        target = [target_base + offset for offset in part.destination.tolist()]
-        return int(self._engine.batch_transfer_sync_write(session, source, target, part.length.tolist())) == 0
+        source = [self._arena.base + offset for part in parts for offset in part.source.tolist()]
+        target = [target_base + offset for part in parts for offset in part.destination.tolist()]
+        length = [nbytes for part in parts for nbytes in part.length.tolist()]
+        return int(self._engine.batch_transfer_sync_write(session, source, target, length)) == 0
 
     def close(self) -> None:
         """Join its threads and close its sockets; stops the whole process for up to a second."""
@@ -188,7 +191,11 @@ def close_engines(arena: Arena) -> None:
 
 
 class MooncakeLine:
-    """A `Line` whose segments are batches of writes; a write that returned is its own acknowledgement."""
+    """A `Line` whose segments are batches of writes; a write that returned is its own acknowledgement.
+
+    A batch takes as long for one small segment as for many. So segments are held until the sender has no more to send
+    or they fill a batch, and rooms that are sent together share one.
+    """
 
     def __init__(
         self, peer: Endpoint, session: SessionId, target_base: int, arena: Arena, options: TransportOptions
@@ -197,7 +204,8 @@ class MooncakeLine:
         self._arena, self._options = arena, options
         self._changed = threading.Condition()
         self._acks: deque[Header] = deque()
-        self._written: dict[tuple[Room, Generation, int], int] = {}
+        self._written: dict[PushKey, int] = {}
+        self._held: list[tuple[Header, Copies]] = []
         self._woken = self._shut = False
         self._wakeup: Wakeup | None = None
         self._shared: _Shared | None = None
@@ -218,22 +226,39 @@ class MooncakeLine:
     def send_segment(self, header: Header, part: Copies) -> None:
         if self._shut or self._shared is None:
             raise ConnectionAbortedError("the sender was closed")
-        if len(part.length) and not self._shared.engine.write(self._session, part, self._target_base):
+        runs = len(part.length) + sum(len(held.length) for _, held in self._held)
+        if runs > self._options.segment_runs or self._held_bytes + part.nbytes > self._options.segment_bytes:
+            self._write()
+        self._held.append((header, part))
+
+    @property
+    def _held_bytes(self) -> int:
+        return sum(part.nbytes for _, part in self._held)
+
+    def _write(self) -> None:
+        """Write what is held as one batch. Raises ConnectionError."""
+        held, nbytes, self._held = self._held, self._held_bytes, []
+        if self._shut or self._shared is None:
+            raise ConnectionAbortedError("the sender was closed")
+        if nbytes and not self._shared.engine.write(self._session, [part for _, part in held], self._target_base):
             _engines.retire(self._shared)
-            raise ConnectionError(f"{self._session}: a mooncake write of {part.nbytes} bytes failed")
-        key = (header.room, header.generation, header.push)
-        total = self._written.pop(key, 0) + part.nbytes
-        if not header.last:
-            self._written[key] = total
-            return
-        with self._changed:
-            self._acks.append(attrs.evolve(header, kind=FrameKind.ACK, count=0, nbytes=total))
+            raise ConnectionError(f"{self._session}: a mooncake write of {nbytes} bytes failed")
+        for header, part in held:
+            total = self._written.pop(header.key, 0) + part.nbytes
+            if header.last:
+                with self._changed:
+                    self._acks.append(attrs.evolve(header, kind=FrameKind.ACK, count=0, nbytes=total))
+            else:
+                self._written[header.key] = total
 
     def send_header(self, header: Header) -> None:
         """Forget a push that was given up."""
-        self._written.pop((header.room, header.generation, header.push), None)
+        self._held = [(held, part) for held, part in self._held if held.key != header.key]
+        self._written.pop(header.key, None)
 
     def receive(self, timeout_s: float | None) -> list[Header]:
+        if self._held and timeout_s != 0:  # the sender has no more to send
+            self._write()
         with self._changed:
             self._changed.wait_for(lambda: self._woken or self._acks, timeout_s)
             self._woken = False

@@ -162,7 +162,7 @@ class Landing:
         landed = self._finish(header, push)
         if not header.last:
             return _answer(header, FrameKind.TAKEN) if header.kind is FrameKind.PULL else None
-        del self._open[_key(header)]
+        del self._open[header.key]
         if landed is not None and push.refusal is None:
             self._report(Landed(header.room, header.generation, self._writer.prefill_rank, landed))
         return _answer(header, FrameKind.ACK, push.refusal.value if push.refusal else 0, push.nbytes)
@@ -194,11 +194,11 @@ class Landing:
 
     def abandon(self, header: Header) -> Header | None:
         """Forget a push that its sender gave up; return the answer to send, if it asks for one."""
-        push = self._open.pop(_key(header), _OpenPush())
+        push = self._open.pop(header.key, _OpenPush())
         return _answer(header, FrameKind.ACK, 0, push.nbytes) if header.last else None
 
     def _push(self, header: Header) -> _OpenPush:
-        key = _key(header)
+        key = header.key
         if key not in self._open and len(self._open) >= MAX_OPEN_PUSHES:
             raise WireError("push", f"more than {MAX_OPEN_PUSHES} pushes are open on one connection")
         return self._open.setdefault(key, _OpenPush())
@@ -207,10 +207,6 @@ class Landing:
 def _answer(header: Header, kind: FrameKind, status: int = 0, nbytes: int = 0) -> Header:
     where = header.session_number, header.room, header.generation, header.segment
     return Header(kind, *where, status, nbytes, header.last)
-
-
-def _key(header: Header) -> PushKey:
-    return header.room, header.generation, header.push
 
 
 class WriterConnection(Protocol):

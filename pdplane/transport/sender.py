@@ -459,7 +459,7 @@ class PushSender:
 
     def _settle(self, answers: list[Header]) -> None:
         for answer in answers:
-            self._settle_one(answer, (answer.room, answer.generation, answer.push))
+            self._settle_one(answer, answer.key)
             self._progress_s = time.monotonic()
 
     def _settle_one(self, answer: Header, key: PushKey) -> None:

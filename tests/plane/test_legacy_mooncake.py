@@ -50,7 +50,7 @@ def test_a_legacy_prefill_writes_into_our_decode(start_decode: StartDecode, open
     def write(session: str, address: int, data: np.ndarray) -> None:
         start = int(data.ctypes.data) - arena.base
         one = Copies(*(np.array([number], np.uint64) for number in (start, address, data.nbytes)))
-        assert engine.write(SessionId(session), one, 0)
+        assert engine.write(SessionId(session), [one], 0)
 
     http = opened.enter_context(LegacyRendezvous())
     prefill = opened.enter_context(LegacyPrefill(LAYOUT, http.endpoint, arena=arena, write=write))

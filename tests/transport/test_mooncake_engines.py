@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -88,7 +88,7 @@ class Played:
         self.sessions.add(session)
         return True
 
-    def write(self, session: SessionId, part: Copies, target_base: int) -> bool:
+    def write(self, session: SessionId, parts: Sequence[Copies], target_base: int) -> bool:
         if session == STUCK:
             self._engines.stuck.set()
             self._engines.freed.wait(PATIENCE_S)
