@@ -121,7 +121,10 @@ class PrefillRoom:
         LocalProtocolError for blocks that are missing, and for those that were pushed before: decode counts bytes, so
         they would hide others.
         """
-        window, slots = self._offered(), self.slots(chunk)
+        window = self._offered()
+        if not window.destinations:
+            return  # an idle prefill rank: no decode rank takes bytes of it
+        slots = self.slots(chunk)
         fields = None if steps is None else _fields_of(self._layout, steps)
         ours = self._chosen(source_blocks, slots)
         copies = {
@@ -135,8 +138,7 @@ class PrefillRoom:
             )
             for destination in window.destinations
         }
-        if copies:
-            self._pushed.update(self._pushed_with(slots, fields))
+        self._pushed.update(self._pushed_with(slots, fields))
         self._push({session: found for session, found in copies.items() if len(found.length)})
 
     def slots(self, chunk: range | None = None) -> dict[GroupId, range]:
