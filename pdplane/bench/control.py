@@ -230,7 +230,7 @@ class Rooms:
 
 def _plotter() -> Any:  # noqa: ANN401 - a function of a module that may be missing
     try:
-        from pdplane.bench.control_plot import draw
+        from pdplane.bench.plots import draw_control as draw
     except ImportError:
         raise ConfigError("--plot needs `pip install 'pdplane[plot]'`") from None
     return draw

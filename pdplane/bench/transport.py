@@ -157,7 +157,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 def _plotter() -> Any:  # noqa: ANN401 - a function of a module that may be missing
     try:
-        from pdplane.bench.transport_plot import draw
+        from pdplane.bench.plots import draw_transport as draw
     except ImportError:
         raise ConfigError("--plot needs `pip install 'pdplane[plot]'`") from None
     return draw

@@ -21,7 +21,7 @@ from pdplane.node.decode import DecodeLeg, DecodeNode
 from pdplane.node.ranks import BeginLeg, Follower, LeadDecode, Meet, Ranks, Request
 from pdplane.options import count, duration, port
 from pdplane.plane.config import DecodeConfig
-from pdplane.serving.decode import decode_app
+from pdplane.serving.routes import decode_app
 
 if TYPE_CHECKING:
     from pdplane.engine.model import Prepare

@@ -19,7 +19,7 @@ from pdplane.node.prefill import PrefillLeg, PrefillNode
 from pdplane.node.ranks import BeginLeg, Follower, LeadPrefill, Meet, Ranks, Request
 from pdplane.options import endpoint, port, size_or_nothing
 from pdplane.plane.config import PrefillConfig
-from pdplane.serving.prefill import prefill_app
+from pdplane.serving.routes import prefill_app
 
 if TYPE_CHECKING:
     from pdplane.engine.model import Prepare

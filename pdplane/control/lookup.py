@@ -39,7 +39,7 @@ from pdplane.control.rendezvous import (
 )
 from pdplane.errors import LocalProtocolError, RendezvousError, WireError
 from pdplane.ids import Endpoint, Life, Rank, Room
-from pdplane.kv.routes import dp_group
+from pdplane.kv.copies import dp_group
 from pdplane.net import HELD_UP_S, JsonValue, parse_json
 from pdplane.security import Secret
 from pdplane.wire.frames import MAX_LAYOUT

@@ -15,8 +15,7 @@ from pdplane.engine.layout import carried
 from pdplane.engine.model import Prepare
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.pages import Blocks
-from pdplane.engine.prefixes import PromptCaches
-from pdplane.engine.prompts import PromptLine
+from pdplane.engine.prompts import PromptCaches, PromptLine
 from pdplane.engine.ranks import RankGroup
 from pdplane.engine.sampling import Sampler
 from pdplane.engine.tap import OnStep, Tap

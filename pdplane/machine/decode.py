@@ -19,6 +19,7 @@ from pdplane.machine import events
 from pdplane.machine.actions import (
     CloseWindow,
     DecodeAction,
+    DecodeSettings,
     DecodeTimers,
     DecodeTurn,
     Deliver,
@@ -35,7 +36,6 @@ from pdplane.machine.actions import (
 )
 from pdplane.machine.events import DecodeRequested
 from pdplane.machine.peers import Link, Peers, PrefillPeer
-from pdplane.machine.settings import DecodeSettings
 from pdplane.machine.uses import (
     DECODE_TABLE,
     TOMBSTONES,

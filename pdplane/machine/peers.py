@@ -9,17 +9,19 @@ import attrs
 
 from pdplane.errors import Cause, LayoutMismatch, ProtocolError, WireError
 from pdplane.ids import Endpoint, Life, Rank, Room, SessionId
+from pdplane.kv.copies import RankRoute, contact_order, expected_prefill_ranks, plan_route
 from pdplane.kv.layout import Layout, compare_layouts
-from pdplane.kv.routes import RankRoute, contact_order, expected_prefill_ranks, plan_route
 from pdplane.machine.actions import (
     CloseData,
     Connect,
+    DecodeSettings,
     DecodeTimers,
     DecodeTurn,
     Disconnect,
     LookUp,
     OpenData,
     PeerKey,
+    PrefillSettings,
     PrefillTimers,
     PrefillTurn,
     Send,
@@ -33,7 +35,6 @@ from pdplane.machine.events import (
     RegistrationReceived,
     RegistrationRejected,
 )
-from pdplane.machine.settings import DecodeSettings, PrefillSettings
 from pdplane.messages import (
     Drain,
     Fingerprint,

@@ -19,10 +19,20 @@ from pdplane.ids import Generation, Life, Room
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, validate_manifest
 from pdplane.machine import events
-from pdplane.machine.actions import Fail, PrefillAction, PrefillTimers, PrefillTurn, Release, Send, Timers, Turn, WakeAt
+from pdplane.machine.actions import (
+    Fail,
+    PrefillAction,
+    PrefillSettings,
+    PrefillTimers,
+    PrefillTurn,
+    Release,
+    Send,
+    Timers,
+    Turn,
+    WakeAt,
+)
 from pdplane.machine.peers import DecodePeer, Session, Sessions
 from pdplane.machine.prefill_rooms import TOO_MANY, PrefillRooms, PrefillUse, RankOffer
-from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.uses import Known, PrefillMove, PrefillState, RankUse, Standing, standing
 from pdplane.messages import Cancel, Drain, Fingerprint, Hello, Ping, UnknownSession, Window
 

@@ -17,6 +17,7 @@ from pdplane.machine.actions import (
     Destination,
     Fail,
     Offered,
+    PrefillSettings,
     PrefillTimers,
     PrefillTurn,
     Release,
@@ -26,7 +27,6 @@ from pdplane.machine.actions import (
 )
 from pdplane.machine.events import PrefillRequested, RoomFinished
 from pdplane.machine.peers import Session, Sessions
-from pdplane.machine.settings import PrefillSettings
 from pdplane.machine.uses import (
     PREFILL_TABLE,
     TOMBSTONES,

@@ -20,8 +20,8 @@ from pdplane.kv.copies import window_runs
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, validate_manifest
 from pdplane.machine import actions, events
+from pdplane.machine.actions import DecodeSettings
 from pdplane.machine.decode import DecodeMachine
-from pdplane.machine.settings import DecodeSettings
 from pdplane.messages import Fingerprint, Hello, Landed, Registration, WriterCut
 from pdplane.net import as_endpoint
 from pdplane.plane import rooms as told

@@ -16,12 +16,11 @@ from pdplane.control.rendezvous import rendezvous_app
 from pdplane.errors import Cause, ConfigError, LocalProtocolError, Why
 from pdplane.ids import Endpoint, SessionId
 from pdplane.kv.arena import Arena, ArenaMemory
-from pdplane.kv.copies import Copies
+from pdplane.kv.copies import Copies, dp_group
 from pdplane.kv.layout import Layout
-from pdplane.kv.routes import dp_group
 from pdplane.machine import actions, events
+from pdplane.machine.actions import PrefillSettings
 from pdplane.machine.prefill import PrefillMachine
-from pdplane.machine.settings import PrefillSettings
 from pdplane.messages import Fingerprint, TopLogprobs, is_legacy
 from pdplane.plane import rooms as told
 from pdplane.plane.config import PrefillConfig, log_legacy

@@ -12,13 +12,10 @@ from aiohttp import web
 
 from pdplane.api import DecodeHandle, Finished, FirstToken, PrefillHandle, Token
 from pdplane.errors import PdplaneError
-from pdplane.serving.answer import Piece, TextAnswer
+from pdplane.serving.answer import AnswerWriter, Dialect, Events, News, Piece, Relay, TextAnswer
 from pdplane.serving.asked import Asked, AskedAnswer, Served
-from pdplane.serving.dialect import AnswerWriter, Dialect
 from pdplane.serving.errors import answer_error, body_of
-from pdplane.serving.events import Events
 from pdplane.serving.metrics import Metrics
-from pdplane.serving.relay import News, Relay
 
 Handle: TypeAlias = PrefillHandle | DecodeHandle
 Begin: TypeAlias = Callable[[Asked, AskedAnswer, Callable[[Token], None]], Handle]

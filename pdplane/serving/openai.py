@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from pdplane.api import MAX_TOP_LOGPROBS, Token
-from pdplane.serving.answer import Piece, TextAnswer
+from pdplane.serving.answer import Event, Piece, TextAnswer
 from pdplane.serving.asked import MAX_ANSWERS, MAX_TOKENS, Asked, Served, plan
-from pdplane.serving.dialect import Event
 from pdplane.serving.fields import Fields, is_ids, parse, short
 from pdplane.serving.settings import read_meetings, read_sampling, read_stops
 

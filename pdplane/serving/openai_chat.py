@@ -8,10 +8,9 @@ from typing import Any
 import attrs
 
 from pdplane.api import MAX_TOP_LOGPROBS, Said, Token, join_said
-from pdplane.serving.answer import AnswerEnd, Piece, TextAnswer
+from pdplane.serving.answer import AnswerEnd, Event, Piece, TextAnswer
 from pdplane.serving.asked import Asked, Served
 from pdplane.serving.conversation import read_conversation
-from pdplane.serving.dialect import Event
 from pdplane.serving.fields import Fields, parse
 from pdplane.serving.openai import Envelope, read_settings, told
 

@@ -1,4 +1,4 @@
-"""The HTTP of a daemon: every dialect, answered by its half of each request, and the routes about the daemon."""
+"""The HTTP of a daemon: each dialect's route reads a request, runs one half of it and writes the answer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from typing import TypeAlias
 import attrs
 from aiohttp import web
 
-from pdplane.api import Node
+from pdplane.api import (
+    DecodeHandle,
+    DecodeRequest,
+    DecodeService,
+    Node,
+    PrefillHandle,
+    PrefillRequest,
+    PrefillService,
+    Token,
+)
 from pdplane.errors import PdplaneError
 from pdplane.serving.about import AboutRoutes, Role
-from pdplane.serving.answer import Piece
-from pdplane.serving.asked import Served
-from pdplane.serving.dialect import Dialect
+from pdplane.serving.answer import Dialect, Piece
+from pdplane.serving.asked import Asked, AskedAnswer, Served
 from pdplane.serving.errors import answer_error, json_errors, refuse
 from pdplane.serving.exchange import Begin, Exchange, answer_stream, answer_whole, read
+from pdplane.serving.fields import BadField
 from pdplane.serving.metrics import Metrics
 from pdplane.serving.openai import OpenaiCompletions
 from pdplane.serving.openai_chat import OpenaiChat
@@ -73,3 +82,60 @@ async def _answer(half: Half, metrics: Metrics, dialect: Dialect, request: web.R
         except asyncio.CancelledError:
             exchange.cancel(f"the client closed the connection of {half.role}'s leg")
             raise
+
+
+# ---- The HTTP of a prefill node: its own answer, which gateways drop, is the first token
+
+
+_EARLY_REFUSAL_S = 0.05
+"""How long a stream's headers wait for a refusal (a live room, no blocks), so that it gets its real status."""
+
+
+def prefill_app(node: PrefillService) -> web.Application:
+    """Return the application, for the process's HttpThread."""
+    return app_of(Half(node, "prefill", partial(_begin_prefill, node), _refusal))
+
+
+def _begin_prefill(
+    node: PrefillService, _asked: Asked, answer: AskedAnswer, _on_token: Callable[[Token], None]
+) -> PrefillHandle:
+    return node.prefill(PrefillRequest(answer.meeting.room, answer.prompt, answer.sampling))
+
+
+async def _refusal(exchange: Exchange) -> Sequence[Piece]:
+    """Wait a moment for a refusal before the headers, but not for the room, since gateways wait for the headers."""
+    try:
+        async with asyncio.timeout(_EARLY_REFUSAL_S):
+            return await exchange.advance()
+    except TimeoutError:
+        return ()
+
+
+# ---- The HTTP of a decode node: it looks up the prefill that a request names, and answers with all tokens
+
+
+def decode_app(node: DecodeService, *, bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT) -> web.Application:
+    """Return the application, for the process's HttpThread; `bootstrap_port` is for requests that name none."""
+    return app_of(Half(node, "decode", partial(_begin_decode, node), _first_piece, bootstrap_port))
+
+
+def _begin_decode(
+    node: DecodeService, asked: Asked, answer: AskedAnswer, on_token: Callable[[Token], None]
+) -> DecodeHandle:
+    if answer.meeting.prefill is None:
+        raise BadField("bootstrap_host is missing: decode looks up its prefill there", "bootstrap_host")
+    request = DecodeRequest(
+        room=answer.meeting.room,
+        tokens=answer.prompt,
+        prefill=answer.meeting.prefill,
+        max_tokens=answer.max_tokens,
+        ignore_eos=asked.ignore_eos,
+        stop_ids=asked.stop_ids,
+        sampling=answer.sampling,
+    )
+    return node.decode(request, on_token)
+
+
+async def _first_piece(exchange: Exchange) -> Sequence[Piece]:
+    """Wait for the first token before any header goes out, so that a failure until then keeps its status."""
+    return await exchange.advance()

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdplane.api import MAX_TOP_LOGPROBS, Token
-from pdplane.serving.answer import AnswerEnd, Piece, TextAnswer
+from pdplane.serving.answer import AnswerEnd, Event, Piece, TextAnswer
 from pdplane.serving.asked import MAX_ANSWERS, MAX_TOKENS, Asked, Served, plan
 from pdplane.serving.conversation import read_conversation
-from pdplane.serving.dialect import Event
 from pdplane.serving.fields import Fields, parse
 from pdplane.serving.settings import read_meetings, read_sampling, read_stops
 

@@ -29,10 +29,16 @@ from pdplane import wire
 from pdplane.errors import Cause, RoomFailed
 from pdplane.ids import Endpoint, FieldId, Generation, GroupId, Rank, Room, SessionId, new_life
 from pdplane.kv.arena import Arena
-from pdplane.kv.copies import plan_block_copies, window_runs
+from pdplane.kv.copies import (
+    contact_order,
+    decode_ranks_served,
+    expected_prefill_ranks,
+    plan_block_copies,
+    plan_route,
+    window_runs,
+)
 from pdplane.kv.layout import GroupSpec, Layout
 from pdplane.kv.manifest import build_manifest, chunk_blocks
-from pdplane.kv.routes import contact_order, decode_ranks_served, expected_prefill_ranks, plan_route
 from pdplane.testing.legacy_rendezvous import LegacyRendezvous, look_up, put_rank
 from pdplane.transport.fence import Fence
 from pdplane.transport.registry import is_one_sided, open_receiver

@@ -11,9 +11,8 @@ from pdplane.control.legacy import LegacyPrefills, probed
 from pdplane.ids import Endpoint, Life, Rank, Room, SessionId
 from pdplane.kv.manifest import build_manifest
 from pdplane.machine import events
-from pdplane.machine.actions import Connect, DecodeAction, Deliver, Fail, Tell
+from pdplane.machine.actions import Connect, DecodeAction, DecodeSettings, Deliver, Fail, Tell
 from pdplane.machine.decode import DecodeMachine
-from pdplane.machine.settings import DecodeSettings
 from pdplane.messages import NO_TOKEN, Fingerprint, Ping, Registration
 from tests.golden import Case, each, frames
 from tests.samples import KV, SNAPSHOT, two_group_layout

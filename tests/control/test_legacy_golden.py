@@ -11,9 +11,8 @@ from pdplane.control.legacy import LegacyPrefillChannel, reply_host
 from pdplane.errors import Cause, Why, WireError
 from pdplane.ids import Life, Room
 from pdplane.machine import events
-from pdplane.machine.actions import PrefillAction, Send
+from pdplane.machine.actions import PrefillAction, PrefillSettings, Send
 from pdplane.machine.prefill import PrefillMachine
-from pdplane.machine.settings import PrefillSettings
 from pdplane.messages import Fingerprint, Status
 from tests.golden import Case, each, frames, layout_of
 

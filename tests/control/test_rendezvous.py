@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 
 from pdplane.control.http_thread import HttpThread
-from pdplane.control.rendezvous import (
-    LEASE_S,
-    NONCE_HEADER,
-    PROOF_HEADER,
-    answer_proof,
-    rendezvous_app,
-    request_proof,
-)
+from pdplane.control.rendezvous import LEASE_S, NONCE_HEADER, PROOF_HEADER, answer_proof, rendezvous_app, request_proof
 from pdplane.ids import Endpoint, new_life
 from pdplane.security import Nonces, Secret
 from tests.control.registrations import CASES, native, other_layout, registration

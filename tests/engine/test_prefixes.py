@@ -11,7 +11,7 @@ from pdplane.api import DecodeRequest, PrefillRequest
 from pdplane.engine.decode import MlxDecodeEngine
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.prefill import MlxPrefillEngine
-from pdplane.engine.prefixes import CUT_TOKENS, PromptCaches
+from pdplane.engine.prompts import CUT_TOKENS, PromptCaches
 from pdplane.ids import Endpoint, Room
 from pdplane.node.decode import DecodeNode
 from pdplane.node.prefill import PrefillNode

@@ -9,11 +9,10 @@ import mlx.core as mx
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from pdplane.engine.fingerprint import fingerprint
+from pdplane.engine.fingerprint import PIECE_BYTES, SAMPLES, fingerprint, weights_hash
 from pdplane.engine.model import load_model
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.untyped import parameters
-from pdplane.engine.weights import PIECE_BYTES, SAMPLES, weights_hash
 from pdplane.errors import ConfigError
 from tests.engine.files import save_directory
 

@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 from pdplane.errors import LocalProtocolError
 from pdplane.ids import FieldId, GroupId
 from pdplane.kv import copies as planner
-from pdplane.kv.copies import Copies, expected_bytes, merged_copies, plan_block_copies, plan_copies, window_runs
+from pdplane.kv.copies import (
+    Copies,
+    RankRoute,
+    expected_bytes,
+    merged_copies,
+    plan_block_copies,
+    plan_copies,
+    plan_route,
+    window_runs,
+)
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, ManifestGroup, build_manifest
-from pdplane.kv.routes import RankRoute, plan_route
 from tests.golden import Case, each, layout_of
 from tests.samples import KV, SNAPSHOT, two_group_layout
 

@@ -13,10 +13,17 @@ from hypothesis import strategies as st
 
 from pdplane.ids import GroupId
 from pdplane.kv.arena import Pool
-from pdplane.kv.copies import expected_bytes, plan_copies, window_runs
+from pdplane.kv.copies import (
+    decode_ranks_served,
+    dummy_ranks,
+    expected_bytes,
+    expected_prefill_ranks,
+    plan_copies,
+    plan_route,
+    window_runs,
+)
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, build_manifest
-from pdplane.kv.routes import decode_ranks_served, dummy_ranks, expected_prefill_ranks, plan_route
 from tests.samples import KV, SNAPSHOT
 from tests.strategies import Cache, Tensor, caches
 

@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.errors import LocalProtocolError
-from pdplane.kv.manifest import (
-    blocks_needed,
-    check_chunk,
-    chunk_blocks,
-    chunk_positions,
-    logical_slots,
-)
+from pdplane.kv.manifest import blocks_needed, check_chunk, chunk_blocks, chunk_positions, logical_slots
 from tests.golden import Case, each, layout_of, refused
 from tests.samples import KV, SNAPSHOT, two_group_layout
 

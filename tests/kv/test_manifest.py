@@ -9,14 +9,7 @@ import pytest
 from pdplane.errors import LocalProtocolError, WireError
 from pdplane.ids import GroupId
 from pdplane.kv.layout import HISTORY, GroupSpec, Layout
-from pdplane.kv.manifest import (
-    Manifest,
-    ManifestGroup,
-    blocks_needed,
-    build_manifest,
-    logical_slots,
-    validate_manifest,
-)
+from pdplane.kv.manifest import Manifest, ManifestGroup, blocks_needed, build_manifest, logical_slots, validate_manifest
 from pdplane.wire.cache_json import decode_manifest
 from tests.golden import Case, each, layout_of, refused, wire_bytes
 from tests.samples import KV, SNAPSHOT, two_group_layout

@@ -6,8 +6,7 @@ import pytest
 
 from pdplane.errors import LayoutMismatch, RemoteProtocolError, WireError
 from pdplane.ids import Room
-from pdplane.kv.layout import Layout
-from pdplane.kv.routes import (
+from pdplane.kv.copies import (
     Fragment,
     RankRoute,
     contact_order,
@@ -17,6 +16,7 @@ from pdplane.kv.routes import (
     expected_prefill_ranks,
     plan_route,
 )
+from pdplane.kv.layout import Layout
 from tests.golden import Case, each, layout_of, refused
 from tests.samples import two_group_layout
 

@@ -17,9 +17,9 @@ import attrs
 from pdplane.errors import Cause, Why
 from pdplane.ids import Endpoint, Life, Rank, Room, SessionId
 from pdplane.machine import events
+from pdplane.machine.actions import DecodeSettings, PrefillSettings
 from pdplane.machine.decode import DecodeMachine
 from pdplane.machine.prefill import PrefillMachine
-from pdplane.machine.settings import DecodeSettings, PrefillSettings
 from pdplane.messages import Fingerprint, Registration
 from tests.linked.decode import DecodeEnd
 from tests.linked.memory import linked_layout

@@ -8,8 +8,18 @@ import pytest
 from pdplane.errors import Cause, RoomFailed, Why
 from pdplane.ids import Endpoint, Generation, Rank, Room
 from pdplane.machine import actions, events
-from pdplane.machine.actions import CloseWindow, Connect, Deliver, Delivered, Disconnect, Fail, LookUp, Offer, Tell
-from pdplane.machine.settings import DecodeSettings
+from pdplane.machine.actions import (
+    CloseWindow,
+    Connect,
+    DecodeSettings,
+    Deliver,
+    Delivered,
+    Disconnect,
+    Fail,
+    LookUp,
+    Offer,
+    Tell,
+)
 from pdplane.messages import Cancel, Drain, Failed, Ping, Refused, Status, StatusCode, UnknownSession, Window
 from tests.machine.said import (
     NEW_LIFE,

@@ -9,9 +9,8 @@ from pdplane.errors import Cause, Why
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.layout import Layout
 from pdplane.machine import actions, events
-from pdplane.machine.actions import Fail, Release, Send
+from pdplane.machine.actions import DecodeSettings, Fail, PrefillSettings, Release, Send
 from pdplane.machine.decode import DecodeMachine
-from pdplane.machine.settings import DecodeSettings, PrefillSettings
 from pdplane.messages import Fingerprint, Refused, Registered, Status, StatusCode, legacy_identity
 from tests.machine.witness import BOOTSTRAP, DECODE_LIFE, GONE, LAYOUT, REGISTRATION, PrefillWitness, manifest
 

@@ -8,8 +8,7 @@ import pytest
 from pdplane.errors import Cause, Why
 from pdplane.ids import Generation, Life, Rank, Room, SessionId
 from pdplane.machine import actions, events
-from pdplane.machine.actions import CancelPush, Offered, OpenData, Release, Send, Succeed
-from pdplane.machine.settings import PrefillSettings
+from pdplane.machine.actions import CancelPush, Offered, OpenData, PrefillSettings, Release, Send, Succeed
 from pdplane.messages import Cancel, Drain, Failed, Ping, Status, StatusCode, UnknownSession, Window
 from tests.linked.memory import linked_layout
 from tests.machine.asked import FAILED, SUCCESS, registered_prefill, seen, told, windowed

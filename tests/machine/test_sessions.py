@@ -7,8 +7,7 @@ import pytest
 from pdplane.errors import Cause
 from pdplane.ids import Generation
 from pdplane.machine import events
-from pdplane.machine.actions import CancelPush, CloseData, OpenData, Release, Send
-from pdplane.machine.settings import PrefillSettings
+from pdplane.machine.actions import CancelPush, CloseData, OpenData, PrefillSettings, Release, Send
 from pdplane.messages import Fingerprint, Hello, Ping, Refused, Registered, Window
 from tests.machine.asked import registered_prefill, seen, told, windowed
 from tests.machine.said import NEW_LIFE, ROOM, connected, hello, offer, push, registration, request

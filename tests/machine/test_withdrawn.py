@@ -8,8 +8,7 @@ import pytest
 from pdplane.errors import Cause, Why
 from pdplane.ids import Generation, Life, Room, SessionId
 from pdplane.machine import actions, events
-from pdplane.machine.actions import Offered, Release, Succeed
-from pdplane.machine.settings import PrefillSettings
+from pdplane.machine.actions import Offered, PrefillSettings, Release, Succeed
 from pdplane.messages import Cancel, Window
 from tests.machine.asked import registered_prefill, seen, told, windowed
 from tests.machine.said import NEW_LIFE, ROOM, connected, finish, hello, offer, registration, request

@@ -12,9 +12,9 @@ from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.copies import Copies
 from pdplane.kv.manifest import Manifest, ManifestGroup
 from pdplane.machine import actions, events
+from pdplane.machine.actions import DecodeSettings, PrefillSettings
 from pdplane.machine.decode import DecodeMachine
 from pdplane.machine.prefill import PrefillMachine
-from pdplane.machine.settings import DecodeSettings, PrefillSettings
 from pdplane.messages import Failed, Fingerprint, Hello, Registration, Status, StatusCode, Window, legacy_identity
 from tests.linked.memory import KV, STATES, linked_layout
 

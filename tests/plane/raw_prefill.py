@@ -13,9 +13,8 @@ from pdplane import wire
 from pdplane.control.http_thread import HttpThread
 from pdplane.ids import Endpoint, Generation, GroupId, Life, Rank, Room, SessionId, new_life
 from pdplane.kv.arena import Arena
-from pdplane.kv.copies import plan_copies
+from pdplane.kv.copies import plan_copies, plan_route
 from pdplane.kv.layout import Layout
-from pdplane.kv.routes import plan_route
 from pdplane.messages import Notice, Preallocation, Push, Registered, Status, StatusCode, Window
 from pdplane.transport.registry import open_sender
 from pdplane.transport.reports import Pushed, Report

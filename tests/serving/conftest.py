@@ -8,8 +8,7 @@ import pytest
 
 from pdplane.control.http_thread import HttpThread
 from pdplane.ids import Endpoint
-from pdplane.serving.decode import decode_app
-from pdplane.serving.prefill import prefill_app
+from pdplane.serving.routes import decode_app, prefill_app
 from tests.serving.fake_node import FakeNode
 
 

@@ -11,7 +11,7 @@ import pytest
 from pdplane.api import Finished, FirstToken, Sampling, Token
 from pdplane.errors import Cause, RoomFailed
 from pdplane.ids import Endpoint
-from pdplane.serving.dialect import Dialect
+from pdplane.serving.answer import Dialect
 from pdplane.serving.errors import status_of
 from pdplane.serving.fields import BadField
 from pdplane.serving.openai import OpenaiCompletions

@@ -14,8 +14,7 @@ from pdplane.api import Finished, Token
 from pdplane.control.http_thread import HttpThread
 from pdplane.engine.text import MlxTokenizer
 from pdplane.ids import Endpoint, new_room
-from pdplane.serving.decode import decode_app
-from pdplane.serving.prefill import prefill_app
+from pdplane.serving.routes import decode_app, prefill_app
 from pdplane.toy.model import ToyOptions, toy_answer
 from tests.engine.talking import talking_tokenizer
 from tests.http_client import ask

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Future
 
 from pdplane.api import Finished, Token
-from pdplane.serving.relay import End, News, Relay
+from pdplane.serving.answer import End, News, Relay
 
 
 def test_a_token_that_is_put_while_others_are_taken_is_not_lost() -> None:

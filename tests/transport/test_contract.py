@@ -13,14 +13,7 @@ from pdplane.kv.copies import Copies
 from pdplane.messages import Landed, WriterCut
 from pdplane.security import Secret
 from pdplane.transport.registry import open_receiver, open_sender
-from pdplane.transport.reports import (
-    Connected,
-    ConnectFailed,
-    Disconnected,
-    Pushed,
-    PushFailed,
-    TransportOptions,
-)
+from pdplane.transport.reports import Connected, ConnectFailed, Disconnected, Pushed, PushFailed, TransportOptions
 from tests.transport.ends import (
     DECODE_LIFE,
     PREFILL_LIFE,

@@ -9,14 +9,7 @@ from pdplane.kv.arena import Arena
 from pdplane.messages import Landed, WriterCut
 from pdplane.transport.fence import Fence
 from pdplane.transport.registry import open_receiver
-from pdplane.transport.reports import (
-    Connected,
-    Disconnected,
-    Pushed,
-    PushFailed,
-    Resumed,
-    TransportOptions,
-)
+from pdplane.transport.reports import Connected, Disconnected, Pushed, PushFailed, Resumed, TransportOptions
 from tests.transport.ends import Ends, Reports, counted, push, random_arena, whole
 from tests.transport.proxy import Proxy
 

@@ -1,4 +1,4 @@
-"""The picture of `pdplane bench control`. Importing it needs the extra `plot`."""
+"""Pictures of what the benchmarks measured. Importing it needs the extra `plot`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,41 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib import pyplot as plt
 
 matplotlib.use("Agg")
 
-from matplotlib import pyplot as plt
+
+def draw_transport(results: Mapping[str, Any], path: Path) -> None:
+    """Draw a PNG with one panel an arrangement and one line a contender."""
+    points = results["conditions"]["quiet"]["points"]
+    arrangements = list(dict.fromkeys(point["arrangement"] for point in points))
+    figure, panels = plt.subplots(
+        1, len(arrangements), sharey=True, squeeze=False, figsize=(6 * len(arrangements), 4.5)
+    )
+    for panel, arrangement in zip(panels[0], arrangements, strict=True):
+        for name in dict.fromkeys(point["name"] for point in points):
+            line = [point for point in points if (point["name"], point["arrangement"]) == (name, arrangement)]
+            panel.plot([point["block"] >> 10 for point in line], [point["gib_s"] for point in line], "o-", label=name)
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel("block, KiB")
+        panel.set_title(f"blocks {arrangement}")
+        panel.grid(visible=True, alpha=0.3)
+    panels[0][0].set_ylabel("GiB/s")
+    panels[0][-1].legend()
+    figure.suptitle(f"{results['nbytes'] / (1 << 20):g} MiB a push, medians of {results['rounds']} rounds")
+    figure.tight_layout()
+    figure.savefig(path, format="png", dpi=120)
+    plt.close(figure)
 
 
-def draw(results: Mapping[str, Any], path: Path) -> None:
+# ---- The picture of `pdplane bench control`. Importing it needs the extra `plot`
+
+
+matplotlib.use("Agg")
+
+
+def draw_control(results: Mapping[str, Any], path: Path) -> None:
     """Draw a PNG: rate and latency over the rooms in flight, processor time over the rooms that stay open."""
     figure, panels = plt.subplots(1, 3, figsize=(15, 4.5))
     points = results["points"]
