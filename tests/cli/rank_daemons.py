@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from pdplane.api import GREEDY, Sampling
 from pdplane.ids import Endpoint, new_room
 from tests.cli.daemons import PATIENCE_S, command
 from tests.cli.processes import descendants, wait_gone
@@ -145,12 +146,15 @@ def ranked(*wanted: tuple[str, int], model: str, launcher: bool = True) -> Itera
             daemon.ask_to_end()
 
 
-def generate(prefill: RankedDaemon, decode: RankedDaemon, tokens: list[int], count: int) -> list[int]:
+def generate(
+    prefill: RankedDaemon, decode: RankedDaemon, tokens: list[int], count: int, sampling: Sampling = GREEDY
+) -> list[int]:
     """One room through both; the ids that decode gives."""
+    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "sampling_seed": sampling.seed}
     bootstrap = Endpoint.parse(prefill.ready["bootstrap"])
     body = {
         "input_ids": tokens,
-        "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": count, "ignore_eos": True, **drawn},
         "bootstrap_host": bootstrap.host,
         "bootstrap_port": bootstrap.port,
         "bootstrap_room": new_room(),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pdplane.api import GREEDY, Sampling
 from pdplane.engine.model import load_model
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.reference import single_process
@@ -28,6 +29,8 @@ COUNT = 12
 # Below a block, of one block, of several chunks; the last ones share the arena.
 PROMPTS = [[(7 * place + 3 * length) % 320 for place in range(length)] for length in (5, 16, 33, 97)]
 
+ASKED = list(zip(PROMPTS, (GREEDY, Sampling(temperature=0.8, top_p=0.9, seed=7)) * 2, strict=True))
+
 
 @pytest.mark.parametrize("model", ["tiny:llama", pytest.param("tiny:qwen3", marks=pytest.mark.slow)])
 def test_every_pair_of_sizes_gives_the_ids_of_one_process(model: str) -> None:
@@ -38,7 +41,7 @@ def test_every_pair_of_sizes_gives_the_ids_of_one_process(model: str) -> None:
         pairs = [(split_prefill, decode), (prefill, split_decode), (split_prefill, split_decode)]
         for one, other in pairs:
             with ThreadPoolExecutor(len(PROMPTS)) as many:
-                found = list(many.map(lambda tokens, a=one, b=other: generate(a, b, tokens, COUNT), PROMPTS))
+                found = list(many.map(lambda asked, a=one, b=other: generate(a, b, asked[0], COUNT, asked[1]), ASKED))
             assert found == expected
         for daemon in daemons:
             until(lambda daemon=daemon: left(daemon) == (0, 0), "every leg's end")
@@ -54,7 +57,10 @@ def single(model: str) -> list[list[int]]:
 
     def run() -> list[list[int]]:
         loaded = load_model(model)
-        return [[token.id for token in single_process(loaded, tokens, COUNT, options)] for tokens in PROMPTS]
+        return [
+            [token.id for token in single_process(loaded, tokens, COUNT, options, sampling=sampling)]
+            for tokens, sampling in ASKED
+        ]
 
     thread = EngineThread()
     thread.start()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import attrs
 import numpy as np
 import pytest
 
-from pdplane.api import DecodeRequest, PrefillRequest, Token
+from pdplane.api import GREEDY, DecodeRequest, PrefillRequest, Sampling, Token
 from pdplane.engine.decode import MlxDecodeEngine
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.prefill import MlxPrefillEngine
@@ -105,11 +106,12 @@ class Nodes:
     decode: DecodeNode
     engine: MlxDecodeEngine
 
-    def call(self, tokens: tuple[int, ...]) -> tuple[DecodeLeg, PrefillLeg, list[Token]]:
+    def call(self, tokens: tuple[int, ...], sampling: Sampling = GREEDY) -> tuple[DecodeLeg, PrefillLeg, list[Token]]:
         room, got = new_room(), list[Token]()
         address = Endpoint("127.0.0.1", int(self.prefill.info()["bootstrap_port"]))
-        leg = self.decode.decode(DecodeRequest(room, tokens, address, 6, ignore_eos=True), got.append)
-        return leg, self.prefill.prefill(PrefillRequest(room, tokens)), got
+        request = DecodeRequest(room, tokens, address, 6, ignore_eos=True, sampling=sampling)
+        leg = self.decode.decode(request, got.append)
+        return leg, self.prefill.prefill(PrefillRequest(room, tokens, sampling)), got
 
     def blocks_are_back(self) -> bool:
         counts = self.prefill.statistics()["blocks"], self.decode.statistics()["blocks"]
@@ -138,15 +140,18 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
 
 def test_real_models_answer_as_one_process(nodes: Nodes) -> None:
     running, engine = [], nodes.engine
+    drawn = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=5, top_logprobs=2)
     for seed, length in enumerate((1, 8, 25, 61, 140)):
-        tokens = prompt(seed, length)
-        running.append((tokens, *nodes.call(tokens)))
-    for tokens, leg, work, got in running:
+        tokens, sampling = prompt(seed, length), drawn if seed % 2 else GREEDY
+        running.append((tokens, sampling, *nodes.call(tokens, sampling)))
+    for tokens, sampling, leg, work, got in running:
         finished = leg.done.result(PATIENCE_S)
         assert work.done.result(PATIENCE_S).timings["transfer_ms"] >= 0
         assert finished.timings["assembly_ms"] >= 0
-        wanted = engine.thread.call(lambda tokens=tokens: single_process(engine.opened.model, tokens, 6, SMALL))
+        reference = partial(single_process, engine.opened.model, tokens, 6, SMALL, sampling=sampling)
+        wanted = engine.thread.call(reference)
         assert [(token.id, token.logprob) for token in got] == [(token.id, token.logprob) for token in wanted]
+        assert {len(token.top) for token in got} == {sampling.top_logprobs}
 
 
 def test_a_real_prompt_can_be_cancelled_in_mid_prefill(nodes: Nodes) -> None:
