@@ -27,8 +27,15 @@ from pdplane.engine.sampling import RowToken, Sampler
 from pdplane.engine.thread import Job
 from pdplane.errors import ConfigError, InternalError
 from pdplane.kv.arena import Pool
-from tests.engine.pair import Pair, options, prompt_of
+from tests.engine import pair as pairs
+from tests.engine.pair import Pair, prompt_of
 from tests.waiting import until
+
+
+def options(model: str, **changes: int | str | None) -> EngineOptions:
+    """The options of a pair, with batches."""
+    return pairs.options(model, **{"exact": False, **changes})
+
 
 COUNT = 12  # tokens of an answer
 PATIENCE_S = 60
