@@ -88,33 +88,37 @@ class Acceptor:
         exhausted: Callable[[], None] = lambda: None,
     ) -> None:
         self._listeners, self._admit, self._exhausted = list(listeners), admit, exhausted
-        self._closing = False
-        self._wakeup = Wakeup()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._name, self._closing = name, False
+        self._wakeup: Wakeup | None = None
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to accept."""
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._run, args=(self._wakeup,), name=self._name, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Accept no more, from any thread; return at once."""
         self._closing = True
-        self._wakeup.wake()
+        if self._wakeup is not None:
+            self._wakeup.wake()
 
     def close(self) -> None:
         """Accept no more, join the thread and close the listening sockets; idempotent."""
         self.stop()
-        self._thread.join()
-        self._wakeup.close()
+        if self._thread is not None and self._wakeup is not None:
+            self._thread.join()
+            self._wakeup.close()
         for listener in self._listeners:
             listener.close()
 
-    def _run(self) -> None:
+    def _run(self, wakeup: Wakeup) -> None:
         poll, pause = select.poll(), select.poll()
         for listener in self._listeners:
             poll.register(listener.fileno(), select.POLLIN)
-        poll.register(self._wakeup.descriptor, select.POLLIN)
-        pause.register(self._wakeup.descriptor, select.POLLIN)
+        poll.register(wakeup.descriptor, select.POLLIN)
+        pause.register(wakeup.descriptor, select.POLLIN)
         while not self._closing:
             ready = dict(poll.poll())
             for listener in self._listeners:
