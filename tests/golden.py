@@ -8,10 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from pdplane.kv.layout import Layout
 from pdplane.wire.cache_json import parse_layout
+from tests.rows import rows
 
 _VECTORS = Path(__file__).parent / "vectors"
 
@@ -25,11 +24,9 @@ def cases(name: str) -> tuple[Case, ...]:
     return tuple(found["cases"] if isinstance(found, dict) else found)
 
 
-def each(name: str, wanted: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:
-    """Parametrise a test by the file's cases; ids are the case names."""
-    found = [case for case in cases(name) if wanted(case)]
-    assert found, name
-    return pytest.mark.parametrize("case", found, ids=[case["name"] for case in found])
+def each(name: str, wanted: Callable[[Case], bool] = lambda case: True) -> Any:  # noqa: ANN401  (a decorator)
+    """Run a test for each of the file's cases, by their names."""
+    return rows("case", filter(wanted, cases(name)), ids=lambda case: str(case["name"]))
 
 
 def frames(hexes: list[str]) -> list[bytes]:

@@ -8,13 +8,14 @@ import pytest
 
 import pdplane
 from pdplane import errors
+from tests.rows import rows
 
 
 def test_sorted_and_unique() -> None:
     assert list(pdplane.__all__) == sorted(set(pdplane.__all__))
 
 
-@pytest.mark.parametrize("name", pdplane.__all__)
+@rows("name", pdplane.__all__)
 def test_each_name_is_there_and_documented(name: str) -> None:
     found = getattr(pdplane, name)
     if inspect.isclass(found) or inspect.isfunction(found):  # else an alias of a type

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.rows import rows
 
 ROOT = Path(__file__).parents[1] / "pdplane"
 
@@ -72,7 +72,7 @@ def _violations(path: Path) -> Iterator[str]:
             yield f"{here} imports {top}"
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix())
+@rows("path", sorted(ROOT.rglob("*.py")))
 def test_imports_point_left(path: Path) -> None:
     assert list(_violations(path)) == []
 

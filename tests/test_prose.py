@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.rows import rows
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "pdplane").rglob("*.py"))
@@ -19,7 +19,7 @@ NO_VERB = re.compile(
 )
 FIGURES = re.compile(r"\b(knock\w*|doors?|ears?|bells?|let(s|ting)? go|(is|be) had|that which)\b")
 
-every = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+every = rows("path", FILES)
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:

@@ -15,6 +15,7 @@ import pytest
 import pdplane
 from tests import public_program
 from tests.plane.test_library_page import program
+from tests.rows import rows
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
@@ -87,7 +88,7 @@ def _names(hint: object) -> Iterator[str]:
             yield from _names(inner)
 
 
-@pytest.mark.parametrize("name", pdplane.__all__)
+@rows("name", pdplane.__all__)
 def test_what_a_public_signature_needs_is_public(name: str) -> None:
     missing = {
         f"{place}: {needed}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from pdplane.cli.main import COMMANDS, main
-from tests.cli.daemons import PATIENCE_S, command
+from tests.cli.daemons import PATIENCE_S
 
 
 @pytest.mark.parametrize("words", [["--version"], ["prefill", "--version"], ["decode", "--version"]])
@@ -51,28 +52,37 @@ def test_wrong_usage_is_explained(words: list[str], says: str, capsys: pytest.Ca
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--host", ""], "--host is empty"),
-        (["--host", "0.0.0.0"], "every interface"),
-        (["--bootstrap-timeout", "0.5"], "bootstrap_timeout_s"),
-        (["--secret-file", "/nonexistent"], "/nonexistent"),
-        (["--transport", "pigeon"], "pigeon"),
-        (["--transport", "loopback"], "loopback"),
-        (["--legacy-transport", "pigeon"], "--legacy-transport pigeon"),
-        (["--legacy", "--host", "::1"], "no legacy peers"),
-    ],
-)
+WRONG_SETTINGS = [
+    (["--host", ""], "--host is empty"),
+    (["--host", "0.0.0.0"], "every interface"),
+    (["--bootstrap-timeout", "0.5"], "bootstrap_timeout_s"),
+    (["--secret-file", "/nonexistent"], "/nonexistent"),
+    (["--transport", "pigeon"], "pigeon"),
+    (["--transport", "loopback"], "loopback"),
+    (["--legacy-transport", "pigeon"], "--legacy-transport pigeon"),
+    (["--legacy", "--host", "::1"], "no legacy peers"),
+]
+RUN_EACH = """
+import contextlib, io, json, sys
+from pdplane.cli.main import main
+for words in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(words)
+    print(json.dumps([code, said.getvalue()]), flush=True)
+"""
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_settings_that_cannot_work_end_in_one_line(role: str, words: list[str], says: str) -> None:
-    flags = ["--model", "toy", "--port", "0", "--bootstrap-port", "0"]
-    ended = subprocess.run(
-        command(role, *flags, *words), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+def test_settings_that_cannot_work_end_in_one_line(role: str) -> None:
+    flags = [role, "--model", "toy", "--port", "0", "--bootstrap-port", "0"]
+    lines = json.dumps([flags + words for words, _says in WRONG_SETTINGS])
+    ran = subprocess.run(
+        [sys.executable, "-c", RUN_EACH], input=lines, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
-    assert ended.returncode == 1
-    assert says in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert ran.returncode == 0, ran.stderr
+    for (words, says), line in zip(WRONG_SETTINGS, ran.stdout.splitlines(), strict=True):
+        code, text = json.loads(line)
+        assert (code, says in text, "Traceback" in text) == (1, True, False), (words, text)
 
 
 def test_help_loads_neither_mlx_nor_sockets() -> None:

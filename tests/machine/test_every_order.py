@@ -6,13 +6,13 @@ The slow marker adds every two messages in every state, and messages that come m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from tests.machine import said
 from tests.machine.witness import DecodeWitness, PrefillWitness
+from tests.rows import rows
 
 ON_PREFILL = {**said.PREFILL, **said.PREFILL_RARE}
 ON_DECODE = {**said.DECODE, **said.DECODE_RARE}
@@ -61,19 +61,16 @@ DECODE_STATES = {
 }
 
 
-def _cases(states: Mapping[str, list[str]], messages: Iterable[str]) -> list[Any]:
-    pairs = itertools.product(states, messages)
-    return [pytest.param(states[state], message, id=f"{state}-{message}") for state, message in pairs]
+@pytest.mark.parametrize("state", PREFILL_STATES)
+@rows("message", ON_PREFILL)
+def test_every_message_in_every_prefill_state(state: str, message: str) -> None:
+    play_prefill([*PREFILL_STATES[state], message])
 
 
-@pytest.mark.parametrize(("path", "message"), _cases(PREFILL_STATES, ON_PREFILL))
-def test_every_message_in_every_prefill_state(path: list[str], message: str) -> None:
-    play_prefill([*path, message])
-
-
-@pytest.mark.parametrize(("path", "message"), _cases(DECODE_STATES, ON_DECODE))
-def test_every_message_in_every_decode_state(path: list[str], message: str) -> None:
-    play_decode([*path, message])
+@pytest.mark.parametrize("state", DECODE_STATES)
+@rows("message", ON_DECODE)
+def test_every_message_in_every_decode_state(state: str, message: str) -> None:
+    play_decode([*DECODE_STATES[state], message])
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from pdplane.machine.uses import (
     PrefillState,
     advance,
 )
+from tests.rows import rows
 
 LEGAL_ON_PREFILL = {
     "early": {"offered": "early", "requested": "opened", "broken": "failing"},
@@ -34,7 +35,7 @@ LEGAL_ON_DECODE = {
 }
 
 
-@pytest.mark.parametrize(("state", "move"), list(itertools.product(PrefillState, PrefillMove)))
+@rows(("state", "move"), itertools.product(PrefillState, PrefillMove))
 def test_prefill(state: PrefillState, move: PrefillMove) -> None:
     legal = LEGAL_ON_PREFILL[state.value]
     if move.value in legal:
@@ -44,7 +45,7 @@ def test_prefill(state: PrefillState, move: PrefillMove) -> None:
         advance(PREFILL_TABLE, state, move)
 
 
-@pytest.mark.parametrize(("state", "move"), list(itertools.product(DecodeState, DecodeMove)))
+@rows(("state", "move"), itertools.product(DecodeState, DecodeMove))
 def test_decode(state: DecodeState, move: DecodeMove) -> None:
     legal = LEGAL_ON_DECODE[state.value]
     if move.value in legal:

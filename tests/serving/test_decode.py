@@ -24,6 +24,7 @@ from pdplane.errors import (
 from pdplane.ids import Endpoint, Room
 from pdplane.serving.errors import STATUSES
 from tests.http_client import ask, stream
+from tests.rows import rows
 from tests.serving.bodies import generate
 from tests.serving.fake_node import FakeNode, Leg, answers, fails
 
@@ -181,7 +182,7 @@ def test_every_cause_has_a_status_that_gateways_hand_on() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(("error", "status", "code"), FAILURES, ids=lambda value: str(value)[:40])
+@rows(("error", "status", "code"), FAILURES)
 def test_a_failure_before_the_first_byte_has_its_status(
     node: FakeNode, decode: Endpoint, error: BaseException, status: int, code: str, streamed: bool
 ) -> None:

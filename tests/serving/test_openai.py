@@ -17,6 +17,7 @@ from pdplane.serving.fields import BadField
 from pdplane.serving.openai import OpenaiCompletions
 from pdplane.serving.openai_chat import OpenaiChat
 from tests.http_client import ask, stream
+from tests.rows import rows
 from tests.serving.bodies import TOY, chat, completion
 from tests.serving.fake_node import FakeNode, Leg, answers
 
@@ -155,12 +156,12 @@ COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "status", "field"), BOTH + CHAT, ids=lambda value: str(value)[:50])
+@rows(("changes", "status", "field"), BOTH + CHAT)
 def test_each_field_of_a_chat_is_used_or_refused_by_name(changes: dict[str, Any], status: int, field: str) -> None:
     _check(OpenaiChat(), chat() | changes, status, field)
 
 
-@pytest.mark.parametrize(("changes", "status", "field"), BOTH + COMPLETIONS, ids=lambda value: str(value)[:50])
+@rows(("changes", "status", "field"), BOTH + COMPLETIONS)
 def test_each_field_of_a_completion_is_used_or_refused_by_name(
     changes: dict[str, Any], status: int, field: str
 ) -> None:

@@ -18,6 +18,7 @@ from pdplane.serving.fields import BadField
 from pdplane.serving.routes import DIALECTS
 from pdplane.serving.sglang import Sglang
 from tests.http_client import ask
+from tests.rows import rows
 from tests.serving import bodies
 from tests.serving.bodies import TOY, generate
 from tests.serving.fake_node import FakeNode
@@ -86,8 +87,8 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), BAD)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
+@rows(("changes", "words"), BAD)
 def test_a_bad_request_is_400_and_names_the_field(
     request: pytest.FixtureRequest, node: FakeNode, role: str, changes: dict[str, Any], words: str
 ) -> None:

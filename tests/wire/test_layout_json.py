@@ -12,6 +12,7 @@ import pytest
 from pdplane import wire
 from pdplane.errors import LocalProtocolError, WireError
 from tests.golden import Case, cases, each, refused, wire_bytes
+from tests.rows import rows
 from tests.samples import two_group_layout
 
 # Rows that the legacy peer accepts and we refuse, with the value that is named and the reason.
@@ -126,7 +127,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("path", "value"), [(path, value) for path, values in BAD.items() for value in values])
+@rows(("path", "value"), [(path, value) for path, values in BAD.items() for value in values])
 def test_unusable_values_are_refused_with_the_field_named(path: str, value: object) -> None:
     with pytest.raises(WireError, match=r"^layout\.") as caught:
         wire.decode_layout(_edited(_set(path, value)))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pdplane.errors import LocalProtocolError, WireError
 from pdplane.workers.cache.wp30 import Wp30Limits, decode_header, decode_prefix, encode_frame, read_frame
 from pdplane.workers.listener import BoundedSocket
+from tests.rows import rows
 from tests.workers.ends import tcp_pair
 from tests.workers.wp30_cases import FRAMES, Case, header_of, payload_of, stream_of
 
@@ -40,7 +41,7 @@ def test_every_case_is_run() -> None:
     assert set(STRICTER) <= set(_ids(FRAMES))
 
 
-@pytest.mark.parametrize("case", _ENCODED, ids=_ids(_ENCODED))
+@rows("case", _ENCODED, ids=_ids(_ENCODED))
 def test_encodes(case: Case) -> None:
     if "error" in case:
         with pytest.raises(TypeError):
