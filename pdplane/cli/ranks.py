@@ -24,6 +24,7 @@ from pdplane.cli.flags import TOY, DaemonOptions
 from pdplane.cli.process import StopSignal, exit_with_parent, killable, leave_within
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.ranks import RankLink, RankListener, connect_rank
+from pdplane.engine.blas import share_cores
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
 from pdplane.node.decode import DecodeNode
@@ -45,11 +46,15 @@ _OWN_PORTS = ("control_port", "legacy_port", "data_port", "status_port")
 
 @attrs.frozen
 class Seat:
-    """A process's place among the ranks of a split model; `host` is its own address on their ring."""
+    """A process's place among the ranks of a split model; `host` is its own address on their ring.
+
+    `here` ranks, this one included, have that address.
+    """
 
     rank: int
     size: int
     host: str
+    here: int = 1
 
 
 def seat_here(environ: Mapping[str, str] = os.environ) -> Seat | None:
@@ -69,7 +74,9 @@ def seat_here(environ: Mapping[str, str] = os.environ) -> Seat | None:
             return None
         if not 0 <= int(rank) < len(hosts):
             raise ConfigError(f"MLX_RANK is {rank}, but MLX_HOSTFILE names {len(hosts)} ranks")
-        return Seat(int(rank), len(hosts), Endpoint.parse(hosts[int(rank)][0]).host)
+        addresses = [Endpoint.parse(host[0]).host for host in hosts]
+        own = addresses[int(rank)]
+        return Seat(int(rank), len(hosts), own, addresses.count(own))
     except (OSError, ValueError, TypeError, LookupError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -93,6 +100,7 @@ class RankProcess:
     def __init__(self, seat: Seat, options: DaemonOptions, config: PlaneConfig) -> None:
         if options.engine.model == TOY:
             raise ConfigError("the toy cannot be split over ranks")
+        share_cores(seat.here)
         with mlx_needed(options.blas):
             from pdplane.engine.ranks import RankGroup
         self.seat, self._options, self._config = seat, options, config

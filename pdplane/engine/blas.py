@@ -80,6 +80,15 @@ def use_blas(choice: str = AUTO) -> None:
         logger.info("BLAS: %s, from %s", _load(choice), choice)
 
 
+def share_cores(processes: int) -> None:
+    """Leave the other ranks of a split model on this machine, `processes` in all, their part of the threads.
+
+    Call it before `use_blas`. The environment's own number of threads comes first.
+    """
+    if sys.platform != "darwin" and not _threads_are_chosen():
+        os.environ[_THREADS_CHOSEN[0]] = str(_share_of_threads(processes))
+
+
 def blas_in_use() -> Blas:
     """Return the BLAS that MLX computes with, wherever it came from; called after mlx is imported."""
     if sys.platform == "darwin":
@@ -122,8 +131,16 @@ def _bound_threads(library: ctypes.CDLL) -> None:
     of another daemon, a product takes ten to a hundred times as long; half leaves room for that daemon, and on most
     machines two of the cores that the system counts are one.
     """
-    if hasattr(library, "openblas_set_num_threads") and not any(os.environ.get(name) for name in _THREADS_CHOSEN):
-        library.openblas_set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
+    if hasattr(library, "openblas_set_num_threads") and not _threads_are_chosen():
+        library.openblas_set_num_threads(_share_of_threads(1))
+
+
+def _threads_are_chosen() -> bool:
+    return any(os.environ.get(name) for name in _THREADS_CHOSEN)
+
+
+def _share_of_threads(processes: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // 2 // processes)
 
 
 # ---- a library that is loaded

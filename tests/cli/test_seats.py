@@ -23,6 +23,8 @@ def environ(folder: Path, rank: str, hosts: object) -> dict[str, str]:
 def test_the_launcher_gives_each_process_its_seat(tmp_path: Path) -> None:
     assert seat_here(environ(tmp_path, "0", ON_TWO)) == Seat(0, 2, "10.0.0.1")
     assert seat_here(environ(tmp_path, "1", ON_TWO)) == Seat(1, 2, "10.0.0.2")
+    on_one = [["127.0.0.1:4000"], ["127.0.0.1:4001"], ["10.0.0.2:4000"]]
+    assert seat_here(environ(tmp_path, "1", on_one)) == Seat(1, 3, "127.0.0.1", here=2)
 
 
 @pytest.mark.parametrize("hosts", ["", "[]", '[["127.0.0.1:4000"]]'])

@@ -100,6 +100,15 @@ def test_threads_take_half_of_the_cores_unless_they_are_chosen(pinned: bool, cac
     assert tell(AUTO, cache, {"OPENBLAS_NUM_THREADS": str(cores)}, before=before).facts["threads"] == cores
 
 
+def test_ranks_on_one_machine_share_the_threads(cache: Path) -> None:
+    shared = "from pdplane.engine.blas import share_cores; share_cores({})\n"
+    for ranks in (1, 1000):
+        expected = max(1, len(os.sched_getaffinity(0)) // 2 // ranks)
+        told = tell(AUTO, cache, {"OPENBLAS_NUM_THREADS": ""}, before=shared.format(ranks))
+        assert told.facts["threads"] == expected
+    assert tell(AUTO, cache, {"OPENBLAS_NUM_THREADS": "1"}, before=shared.format(1)).facts["threads"] == 1
+
+
 def test_mlx_calls_it(cache: Path, tmp_path: Path) -> None:
     assert tell(AUTO, cache, {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bound")}).openblas
     bound = [line for file in tmp_path.iterdir() for line in file.read_text().splitlines() if "/libmlx.so" in line]
