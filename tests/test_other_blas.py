@@ -15,6 +15,7 @@ _HERE = Path(__file__).parent
 CASES = {
     "engine": ("chunk or window or outgrows", ["engine/test_exactness.py"]),
     "batches": ("tokens_that_they_would_have_alone or equal_lengths", ["engine/test_batch.py"]),
+    "prefixes": ("exact", ["engine/test_prefixes.py"]),
     "workers": (
         "test_bits_are_those_of_the_local_model or small_frames or (a_prefix_continues and (llama or gemma3))",
         ["workers/test_remote_experts.py", "workers/test_cache_worker_model.py"],

@@ -48,6 +48,14 @@ class Blas:
     file: str = ""
     threads: int | None = None
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is the plain one in mlx's wheel, which computes a row in the same way whatever stands beside it.
+
+        OpenBLAS does not: its kernels depend on the number of rows, and on some processors on a row's place.
+        """
+        return self.name.startswith("libblas")
+
     def __str__(self) -> str:
         """Return the name with the threads, which share a product out and so decide about the last bits too."""
         if self.threads is None:

@@ -7,8 +7,10 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import mlx.core as mx
 from mlx_lm.models.cache import KVCache, PromptTrie
 
+from pdplane.engine.blas import blas_in_use
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.untyped import Cache
 
@@ -67,8 +69,8 @@ class PromptLine(Generic[P]):
 # are taken as they are, the rest is computed. Only caches that hold a row for each token can be cut so; sliding
 # windows, states and quantised caches are computed whole.
 #
-# Under `exact` the pieces must also be so long that a BLAS picks the same kernels for them as for the whole: with fewer
-# than `CUT_TOKENS` rows the last bits differ.
+# Under `exact` nothing is reused but on a CPU with the reference BLAS, in pieces of `CUT_TOKENS` or more: what else
+# multiplies matrices picks its kernels by their size, so the last bits of a piece differ from those of the whole.
 
 
 CUT_TOKENS = 64
@@ -145,14 +147,18 @@ class PromptCaches:
         elif found.shorter is not None and (found.longer is None or len(found.shorter) > common):
             key, common = found.shorter, len(found.shorter)
         length = min(common, len(tokens) - 1) // CUT_TOKENS * CUT_TOKENS
-        if self._options.exact and not self._keeps_bits(len(tokens) - length):
+        if self._options.exact and not (_any_piece_has_its_bits() and self._is_long(len(tokens) - length)):
             length = 0
         return tuple(key or ()), length
 
-    def _keeps_bits(self, rest: int) -> bool:
+    def _is_long(self, rest: int) -> bool:
         """Return whether no piece that is computed is too short; the last token is always computed alone."""
         last = (rest - 1) % self._options.prefill_step_size
         return rest > CUT_TOKENS and (last == 0 or last >= CUT_TOKENS)
+
+
+def _any_piece_has_its_bits() -> bool:
+    return mx.default_device() == mx.Device(mx.cpu) and blas_in_use().is_reference
 
 
 def _beginning(cache: Cache, length: int) -> Cache:
