@@ -99,10 +99,13 @@ def settled(daemon: Daemon, start: dict[str, Any]) -> dict[str, Any]:
 
 
 def _levels(counts: dict[str, Any]) -> dict[str, Any]:
-    """Counts of what is there now, by path; zeros are the same as nothing. Totals, and tombstones, which time ends."""
+    """Counts of what is there now, by path; zeros are the same as nothing.
+
+    Without totals, tombstones, which time ends, and the caches of prompts, which their bound ends.
+    """
     found: dict[str, Any] = {}
     for key, value in counts.items():
-        if key in ("totals", "rejected", "tombstones") or key.startswith(("refused", "malformed")):
+        if key in ("totals", "rejected", "tombstones", "prompt_caches") or key.startswith(("refused", "malformed")):
             continue
         if isinstance(value, dict):
             found |= {f"{key}.{name}": count for name, count in _levels(value).items()}
