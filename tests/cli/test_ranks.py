@@ -107,7 +107,7 @@ def test_a_rank_that_dies_in_the_middle_of_its_work_takes_the_others_with_it(kil
 
 
 def test_a_model_that_mlx_lm_cannot_split_is_refused_with_a_sentence() -> None:
-    with closing(RankedDaemon("prefill", 2, "tiny:gemma3")) as daemon:
+    with closing(RankedDaemon("prefill", 2, "tiny:gemma3", launcher=False)) as daemon:
         daemon.process.wait(PATIENCE_S)
         said = daemon.log
     assert "pdplane prefill: model 'tiny:gemma3' cannot be split over 2 ranks: mlx-lm has no shard() for" in said
