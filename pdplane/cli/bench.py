@@ -15,6 +15,10 @@ from pdplane.engine.blas import use_blas
 SUBJECTS: Mapping[str, tuple[str, str]] = {
     "transport": ("pdplane.bench.transport", "how fast blocks move between two processes, on every way"),
     "control": ("pdplane.bench.control", "what a small room costs: latency, rooms a second, processor time"),
+    "serve": (
+        "pdplane.bench.serve",
+        "mlx_lm.server beside pdplane, asked alike: waits, rates, first tokens",
+    ),
     "overlap": ("pdplane.bench.overlap", "what of the transfer is left when prefill is done, layer by layer or not"),
     "cache": ("pdplane.bench.cache", "hand a prefix's cache to a worker, or its tokens: bytes, stages, codecs"),
     "experts": ("pdplane.bench.experts", "a MoE model with its experts here, on one worker and on two"),

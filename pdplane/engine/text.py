@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pdplane.engine.speech import MlxSpeech
@@ -42,6 +43,10 @@ class MlxTokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._wrapper.has_chat_template)
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files into a model's folder."""
+        self._inner.save_pretrained(folder)
 
     def fingerprint(self) -> str:
         """Return SHA-256 over what makes tokens of a text or a conversation and what ends an answer, as hex digits."""

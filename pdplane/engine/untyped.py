@@ -60,6 +60,11 @@ def replace_parameters(network: Network, replace: Callable[[str, mx.array], mx.a
     network.update(_utils.tree_map_with_path(replace, network.parameters()))
 
 
+def save_weights(file: Path, network: Network) -> None:
+    """Write every weight to a file that mlx-lm loads."""
+    mx.save_safetensors(str(file), dict(parameters(network)), {"format": "mlx"})
+
+
 def quantise_network(network: Network, *, group_size: int, bits: int) -> None:
     """Quantise every layer that can be. Raises ValueError when a width does not divide."""
     _nn.quantize(network, group_size=group_size, bits=bits)
