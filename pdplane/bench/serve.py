@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(running_pdplane(args.model, AUTO))
         theirs, blas = stack.enter_context(running_mlx_lm(args.model, args.yardstick_blas))
-        found = asyncio.run(_measure(args, [("mlx_lm.server", theirs), ("pdplane", ours), *zip(args.url, args.url)]))
+        found = asyncio.run(
+            _measure(args, [("mlx_lm.server", theirs), ("pdplane", ours), *((each, each) for each in args.url)])
+        )
     results = {
         "model": args.model, "rounds": args.rounds, "prompt_tokens": args.prompt_tokens, "yardstick_blas": blas,
         "cpus": os.cpu_count(), "load_average": {"before": before, "after": os.getloadavg()[0]},
@@ -157,12 +159,14 @@ def _numbers(rounds: Sequence[Numbers]) -> dict[str, float]:
 def _print(results: Mapping[str, Any]) -> None:
     load = results["load_average"]
     print(
-        f"{results['model']}; medians of {results['rounds']} rounds; {results['cpus']} processors; mlx_lm.server's BLAS: "
-        f"{results['yardstick_blas']}; load average {load['before']:.1f} before and {load['after']:.1f} after"
+        f"{results['model']}; medians of {results['rounds']} rounds; {results['cpus']} processors; "
+        f"BLAS of mlx_lm.server: {results['yardstick_blas']}; "
+        f"load average {load['before']:.1f} before and {load['after']:.1f} after"
     )
     for name, found in results["measurements"].items():
         names = list(dict.fromkeys(key for numbers in found.values() for key in numbers))
-        print_table(name, ["", *names], [[who, *(numbers.get(key) for key in names)] for who, numbers in found.items()])
+        rows = [[who, *(numbers.get(key) for key in names)] for who, numbers in found.items()]
+        print_table(name, ["", *names], rows)
 
 
 def _plotter() -> Any:  # noqa: ANN401 - a function of a module that may be missing

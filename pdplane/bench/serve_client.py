@@ -46,7 +46,7 @@ _PATIENCE_S = 600.0
 _LOOK_S = 0.005
 
 
-@attrs.define
+@attrs.define(eq=False)
 class Heard:
     """One stream: when it was asked for, when each piece of its text came, and what the server counted."""
 
@@ -63,6 +63,11 @@ class Heard:
         if not self.times:
             raise ConfigError("a stream ended without a token: take other --tokens or another model")
         return self.times[0] - self.began
+
+    @property
+    def last(self) -> float:
+        """The moment of the last piece. Raises ConfigError when none came."""
+        return max(self.began + self.first_s, self.times[-1])
 
     def gaps(self, after: float = 0.0, until: float = float("inf")) -> list[float]:
         """Return the waits between two pieces that overlap the window."""
@@ -186,9 +191,9 @@ def streams(number: int) -> Measure:
     async def quiet(speaker: Speaker, load: Load, seed: int) -> Numbers:
         prompts = [speaker.prompt(load.short_tokens, seed + each) for each in range(number)]
         heard = await asyncio.gather(*(speaker.complete(prompt, load.tokens) for prompt in prompts))
-        took = max(each.times[-1] for each in heard) - min(each.began for each in heard)
+        took = max(each.last for each in heard) - min(each.began for each in heard)
         return {"gap_s": [gap for each in heard for gap in each.gaps()],
-                "tokens_a_s": [sum(each.tokens for each in heard) / took]}  # fmt: skip
+                "tokens_a_s": [sum(each.tokens or len(each.times) for each in heard) / took]}  # fmt: skip
 
     return quiet
 
@@ -207,18 +212,15 @@ def disturbed(number: int) -> Measure:
             began = time.perf_counter()
             prompts = [speaker.prompt(load.prompt_tokens, seed + number + each) for each in range(3)]
             long = await _apart(speaker, prompts, load.apart_s, 2)
-            ended = max(each.times[0] for each in long if each.times)
-            await asyncio.wait(running, timeout=_LOOK_S)
+            ended = max(each.began + each.first_s for each in long)
+            early = [task.result() for task in running if task.done()]
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-        gaps = [gap for one in heard for gap in [*one.gaps(began, ended), *_open_gap(one, running, ended)]]
-        return {"gap_s": gaps, "mean_long_s": [sum(each.first_s for each in long) / 3]}
-
-    def _open_gap(one: Heard, running: Sequence[asyncio.Task[Heard]], ended: float) -> list[float]:
-        """Return the wait that is under way at the end of the window, as long as it has become."""
-        return [ended - one.times[-1]] if running and not one.tokens and one.times[-1] < ended else []
+        gaps = [gap for one in heard for gap in one.gaps(began, ended)]
+        gaps += [ended - one.times[-1] for one in heard if one not in early and one.times[-1] < ended]  # still waiting
+        return {"gap_s": gaps, "mean_long_s": [sum(each.first_s for each in long) / 3], "ended_early": [len(early)]}
 
     return loud
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -29,13 +30,12 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     use_blas(args.blas)
-    threading.Thread(target=_end_with_input, daemon=True).start()
-
     from mlx_lm import server
 
     serve: Any = server.main
 
     with tempfile.TemporaryDirectory(prefix="pdplane-") as scratch:
+        threading.Thread(target=_end_with_input, args=(scratch,), daemon=True).start()
         folder = _folder(args.model, Path(scratch))
         sys.stdout.write(json.dumps({"blas": str(blas_in_use())}) + "\n")
         sys.stdout.flush()
@@ -44,8 +44,9 @@ def main() -> None:
         serve()
 
 
-def _end_with_input() -> None:
+def _end_with_input(scratch: str) -> None:
     sys.stdin.buffer.read()
+    shutil.rmtree(scratch, ignore_errors=True)  # the exit, which waits for no thread of the server, leaves it
     os._exit(0)
 
 
