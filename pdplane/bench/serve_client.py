@@ -44,6 +44,8 @@ _WORDS = [
 ]
 _PATIENCE_S = 600.0
 _LOOK_S = 0.005
+_LOUD_ANSWERS = 16  # answers' lengths of a stream that the long prompts disturb; it is ended before
+_STAGGER_S = 0.02  # mlx_lm.server's queue holds five connections; one more at the same moment would wait a second
 
 
 @attrs.define(eq=False)
@@ -190,7 +192,7 @@ def streams(number: int) -> Measure:
 
     async def quiet(speaker: Speaker, load: Load, seed: int) -> Numbers:
         prompts = [speaker.prompt(load.short_tokens, seed + each) for each in range(number)]
-        heard = await asyncio.gather(*(speaker.complete(prompt, load.tokens) for prompt in prompts))
+        heard = await _apart(speaker, prompts, _STAGGER_S, load.tokens)
         took = max(each.last for each in heard) - min(each.began for each in heard)
         return {"gap_s": [gap for each in heard for gap in each.gaps()],
                 "tokens_a_s": [sum(each.tokens or len(each.times) for each in heard) / took]}  # fmt: skip
@@ -203,10 +205,13 @@ def disturbed(number: int) -> Measure:
 
     async def loud(speaker: Speaker, load: Load, seed: int) -> Numbers:
         heard = [Heard(0.0) for _ in range(number)]
-        running = [
-            asyncio.create_task(speaker.complete(speaker.prompt(load.short_tokens, seed + each), 16 * load.tokens, one))
-            for each, one in enumerate(heard)
-        ]
+
+        async def stream(each: int) -> Heard:
+            await asyncio.sleep(each * _STAGGER_S)
+            prompt = speaker.prompt(load.short_tokens, seed + each)
+            return await speaker.complete(prompt, _LOUD_ANSWERS * load.tokens, heard[each])
+
+        running = [asyncio.create_task(stream(each)) for each in range(number)]
         try:
             await _all_speak(running, heard)
             began = time.perf_counter()
