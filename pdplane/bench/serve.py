@@ -44,7 +44,9 @@ _SUBJECTS = ("idle", "queued", "second-turn", "streams", "loud", "goodput")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags: what is asked of whom, and how to show it."""
     parser.add_argument("--model", default="smollm2-f32", help="model, named as for the daemons (default: %(default)s)")
-    parser.add_argument("--url", type=url, nargs="+", default=[], metavar="URL", help="other OpenAI servers to ask too")
+    parser.add_argument(
+        "--url", type=url, nargs="+", default=[], metavar="URL", help="other OpenAI servers to ask too (default: none)"
+    )
     parser.add_argument(
         "--yardstick-blas", choices=(AUTO, WHEEL), default=AUTO,
         help="BLAS of mlx_lm.server: the one that pdplane uses, or the one in mlx's wheel (default: %(default)s)",
@@ -69,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="streams that run while three long prompts arrive (default: 1 8)",
     )  # fmt: skip
     times = {
-        "--apart": ("2s", "between two long prompts"),
+        "--apart": ("2s", "time between two long prompts"),
         "--bound-first": ("2s", "longest time to the first token that counts as good"),
         "--bound-gap": ("500ms", "longest wait between two tokens that counts as good"),
     }
