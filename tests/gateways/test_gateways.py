@@ -87,7 +87,7 @@ def test_streams(fleet: Fleet) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("more", "words"),
-    [({"response_format": {"type": "json_object"}}, "response_format"), ({"max_tokens": 5000}, "context")],
+    [({"response_format": {"type": "json_object"}}, "response_format"), ({"max_tokens": 70000}, "context")],
 )
 def test_a_refusal_reaches_the_client_whole(fleet: Fleet, more: dict[str, Any], words: str, streamed: bool) -> None:
     answer = fleet.post("/v1/chat/completions", {**CHAT, **more, "stream": streamed})
