@@ -157,7 +157,7 @@ def test_decode_hears_why_prefill_refuses_its_prompt(daemons: Daemons, first: st
 @pytest.mark.parametrize("why", ["too long", "line full", "left the line", "waited too long"])
 def test_prefill_hears_why_decode_takes_no_part(daemons: Daemons, why: str, first: str) -> None:
     """Its leg would else wait for an offer until its own deadline, here far away."""
-    prefill = daemons.prefill(bootstrap_timeout_s=300, tombstone_s=2)
+    prefill = daemons.prefill(bootstrap_timeout_s=300, tombstone_s=60)
     decode = daemons.decode(TIGHT, bootstrap_timeout_s=1 if why == "waited too long" else 60)
     assert call(prefill, decode, prompt(1, SMALL)).is_right(TIGHT)  # they know each other
     prefill.hold.clear()
@@ -184,7 +184,7 @@ def test_prefill_hears_why_decode_takes_no_part(daemons: Daemons, why: str, firs
         waiting.cancel()
     prefill.hold.set()
     assert busy.is_right(TIGHT)
-    until(lambda: idle(prefill, decode))
+    until(lambda: idle(prefill, decode, but="tombstones"))
 
 
 def test_a_leg_whose_other_half_never_comes_holds_no_blocks_and_expires(daemons: Daemons) -> None:

@@ -12,6 +12,7 @@ from pdplane import wire
 from pdplane.errors import RoomFailed
 from pdplane.ids import Endpoint, SessionId, new_life
 from pdplane.messages import Hello, Preallocation, Registration, Window
+from pdplane.transport.reports import TransportOptions
 from tests.plane.conftest import StartDecode, StartPrefill
 from tests.plane.sides import DecodeSide, Meeting, PrefillSide, meet
 from tests.raw_peers import RawDealer
@@ -91,8 +92,10 @@ def test_rooms_of_a_session_come_from_its_own_connection_only(prefill: PrefillSi
     work.cancel("the test is over")
 
 
-def test_a_decode_restarted_on_its_port_takes_over_at_once(prefill: PrefillSide, start_decode: StartDecode) -> None:
-    first = start_decode()
+def test_a_decode_restarted_on_its_port_takes_over_at_once(
+    start_prefill: StartPrefill, start_decode: StartDecode
+) -> None:
+    prefill, first = start_prefill(ping_interval_s=0.5), start_decode()
     meet(prefill, first).serve()
     port = first.plane.data.port
     first.plane.close()
@@ -141,8 +144,8 @@ def test_a_room_from_the_last_life_does_not_disturb_the_next(
     assert attrs.asdict(decode.plane._fence.snapshot())["open_windows"] == 0
 
 
-def test_an_address_that_never_answers_holds_up_nobody(prefill: PrefillSide, start_decode: StartDecode) -> None:
-    decode = start_decode()
+def test_an_address_that_never_answers_holds_up_nobody(start_prefill: StartPrefill, start_decode: StartDecode) -> None:
+    prefill, decode = start_prefill(transport_options=TransportOptions(connect_timeout_s=2)), start_decode()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts into its backlog, and says nothing
         session = SessionId(f"127.0.0.1:{silent.getsockname()[1]}")
         with thief(prefill) as raw:
