@@ -12,7 +12,6 @@ from pdplane import wire
 from pdplane.errors import RoomFailed
 from pdplane.ids import Endpoint, SessionId, new_life
 from pdplane.messages import Hello, Preallocation, Registration, Window
-from pdplane.transport.reports import TransportOptions
 from tests.plane.conftest import StartDecode, StartPrefill
 from tests.plane.sides import DecodeSide, Meeting, PrefillSide, meet
 from tests.raw_peers import RawDealer
@@ -145,7 +144,7 @@ def test_a_room_from_the_last_life_does_not_disturb_the_next(
 
 
 def test_an_address_that_never_answers_holds_up_nobody(start_prefill: StartPrefill, start_decode: StartDecode) -> None:
-    prefill, decode = start_prefill(transport_options=TransportOptions(connect_timeout_s=2)), start_decode()
+    prefill, decode = start_prefill(ping_interval_s=0.5), start_decode()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts into its backlog, and says nothing
         session = SessionId(f"127.0.0.1:{silent.getsockname()[1]}")
         with thief(prefill) as raw:
