@@ -17,6 +17,8 @@ from tests.plane.sides import DecodeSide, Meeting, PrefillSide, meet
 from tests.raw_peers import RawDealer
 from tests.waiting import PATIENCE_S, until
 
+QUICK = {"ping_interval_s": 0.5}  # on both sides: each misses the other after three intervals of its own
+
 
 def registration(decode: DecodeSide, session: SessionId | None = None) -> Registration:
     plane = decode.plane
@@ -94,11 +96,11 @@ def test_rooms_of_a_session_come_from_its_own_connection_only(prefill: PrefillSi
 def test_a_decode_restarted_on_its_port_takes_over_at_once(
     start_prefill: StartPrefill, start_decode: StartDecode
 ) -> None:
-    prefill, first = start_prefill(ping_interval_s=0.5), start_decode()
+    prefill, first = start_prefill(**QUICK), start_decode(**QUICK)
     meet(prefill, first).serve()
     port = first.plane.data.port
     first.plane.close()
-    second = start_decode(data_port=port)
+    second = start_decode(data_port=port, **QUICK)
     assert second.plane.session == first.plane.session
     meet(prefill, second).serve()
     until(lambda: prefill.plane.statistics()["sessions"] == {"peers": 1, "sessions": 1, "checking": 0})
@@ -144,7 +146,7 @@ def test_a_room_from_the_last_life_does_not_disturb_the_next(
 
 
 def test_an_address_that_never_answers_holds_up_nobody(start_prefill: StartPrefill, start_decode: StartDecode) -> None:
-    prefill, decode = start_prefill(ping_interval_s=0.5), start_decode()
+    prefill, decode = start_prefill(**QUICK), start_decode(**QUICK)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts into its backlog, and says nothing
         session = SessionId(f"127.0.0.1:{silent.getsockname()[1]}")
         with thief(prefill) as raw:
