@@ -9,7 +9,7 @@
 
 VENV ?= .venv
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # A file stays in one process, where its fixtures are; the files come in their order, in which the long ones are first.

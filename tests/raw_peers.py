@@ -77,6 +77,7 @@ class RawRouter(RawPeer):
 
     def __init__(self) -> None:
         super().__init__(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what does not fit in the queue
         self.endpoint = Endpoint("127.0.0.1", self.socket.bind_to_random_port("tcp://127.0.0.1"))
         self.identity = b""
 

@@ -40,6 +40,9 @@ def test_offers_without_requests_are_bounded_and_expire(
         rooms = sum(prefill.plane.statistics()["rooms"].values())
         assert rooms <= 4096
         meet(prefill, decode, room=123_456).serve()  # in the middle of it
+        raw.send(b"pdplane/1", b"ping", b'{"life":"x"}')
+        raw.send(*hostile.registration(prefill.plane.layout, layout=b"null"))
+        raw.receive_until(b"refused")  # so all that was sent before has been read
         until(lambda: drained(prefill), "the end of every room")
         meet(prefill, decode, room=5999).serve()  # a number that the flood had used
     if manifest == "good":
