@@ -24,7 +24,7 @@ serve: $(INSTALLED)
 	@echo "when it is ready:"
 	@echo "  curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"messages\": [{\"role\": \"user\", \"content\": \"What is the capital of France?\"}]}'"
-	@$(BIN)/pdplane serve --model smollm2 $(ARGS)
+	@$(BIN)/pdplane serve --model smollm2-f32 $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(SPREAD) -m "not slow" $(ARGS)

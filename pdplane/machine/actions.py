@@ -220,7 +220,7 @@ class Offer:
 
 
 @attrs.frozen
-class OpenWindow:
+class OpenFence:
     """Let exactly these lives of prefill ranks write exactly the manifest's blocks."""
 
     room: Room
@@ -230,7 +230,7 @@ class OpenWindow:
 
 
 @attrs.frozen
-class CloseWindow:
+class CloseFence:
     """Nothing may land in the room's blocks from here on."""
 
     room: Room
@@ -262,7 +262,7 @@ class Deliver:
 
 
 DecodeAction: TypeAlias = (
-    WakeAt | Fail | LookUp | Connect | Disconnect | Tell | Offer | OpenWindow | CloseWindow | Deliver | Release
+    WakeAt | Fail | LookUp | Connect | Disconnect | Tell | Offer | OpenFence | CloseFence | Deliver | Release
 )
 
 

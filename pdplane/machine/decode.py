@@ -17,7 +17,7 @@ from pdplane.kv.copies import expected_bytes
 from pdplane.kv.layout import Layout
 from pdplane.machine import events
 from pdplane.machine.actions import (
-    CloseWindow,
+    CloseFence,
     DecodeAction,
     DecodeSettings,
     DecodeTimers,
@@ -27,7 +27,7 @@ from pdplane.machine.actions import (
     Fail,
     LookUp,
     Offer,
-    OpenWindow,
+    OpenFence,
     PeerKey,
     Tell,
     Timers,
@@ -293,7 +293,7 @@ class DecodeRooms:
             return
         number, ticket = room.request.room, room.request.ticket
         if before is DecodeState.WAITING:
-            turn.add(CloseWindow(number, room.generation))
+            turn.add(CloseFence(number, room.generation))
         peer = self._peers.get(room.peer)
         self._bury(turn, room, raw=before is DecodeState.WAITING and peer is not None and peer.is_legacy)
         if room.state is DecodeState.READY:
@@ -327,7 +327,7 @@ class DecodeRooms:
         room.expected = {rank: expected_bytes(self._layout, manifest, route) for rank, route in peer.routes.items()}
         room.counted = not (self._settings.one_sided or peer.is_legacy)
         self._timers.set(number, turn.now + self._settings.waiting_timeout_s)
-        turn.add(OpenWindow(number, room.generation, manifest, peer.writers))
+        turn.add(OpenFence(number, room.generation, manifest, peer.writers))
         for link in peer.links.values():
             self.offer(turn, room, link)
 

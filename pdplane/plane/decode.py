@@ -158,12 +158,12 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
         match action:
             case actions.Tell() | actions.Offer():
                 return self._channels_of(action.channel).send(action)
-            case actions.OpenWindow(number, generation, manifest, writers):
+            case actions.OpenFence(number, generation, manifest, writers):
                 handle = self._handles.get(generation)  # a room's ticket is its generation
                 runs, on_landed = window_runs(self.layout, manifest), handle.on_landed if handle else None
                 self._fence.open(number, generation, *runs, writers=dict(writers), on_landed=on_landed)
                 self._handles.record(told.RoomOffered(number, generation))
-            case actions.CloseWindow(number, generation):
+            case actions.CloseFence(number, generation):
                 self._fence.close(number, generation)
             case actions.LookUp(bootstrap, number):
                 self._look_up.find(bootstrap, number, lambda found: self._found(number, found))

@@ -1,11 +1,11 @@
 """Who may write where in the arena, and the promise that a closed room stays untouched.
 
-Decode opens a window for each room: the runs of the arena that its manifest covers, one generation, and
+Decode opens the fence for each room: the runs of the arena that its manifest covers, one generation, and
 the writers it expects. Receivers ask `Fence.admit` for each segment and get a `Grant`, or the reason of
 the refusal. Everything that can store into the arena then goes through `Grant.store`, which holds the
-window's lock shared for that one bounded call. `Fence.close` takes the same lock exclusively: no call
+room's lock shared for that one bounded call. `Fence.close` takes the same lock exclusively: no call
 begins after it was called, and it returns when the last running one has ended. So after `close` nothing
-lands any more and the blocks may be reused; other windows are not affected.
+lands any more and the blocks may be reused; other rooms are not affected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OnLanded: TypeAlias = Callable[[U64, U64], None]
 """Called with the offsets and lengths of each whole segment, by the thread that moved it; must not block or raise."""
 
 MAX_SEGMENTS = 65_536
-"""Segments counted for one rank in one window; 2 GiB in the smallest useful segments are 1,024."""
+"""Segments counted for one rank in one room; 2 GiB in the smallest useful segments are 1,024."""
 
 
 class Refusal(enum.Enum):
@@ -68,9 +68,9 @@ class Write:
 
 @attrs.frozen
 class FenceSnapshot:
-    """Counts since the start, but for `open_windows`."""
+    """Counts since the start, but for `open_rooms`."""
 
-    open_windows: int
+    open_rooms: int
     refused_closed: int
     refused_generation: int
     refused_writer: int
@@ -80,7 +80,7 @@ class FenceSnapshot:
 
 @attrs.define
 class _Progress:
-    """What one rank has landed in a window: whole segments, by number."""
+    """What one rank has landed in a room: whole segments, by number."""
 
     segments: dict[int, int] = attrs.Factory(dict)
     nbytes: int = 0
@@ -159,7 +159,7 @@ class _RoomRuns:
             return progress is not None and write.segment in progress.segments
 
     def _covers(self, offsets: U64, lengths: U64) -> bool:
-        """Return whether every run lies inside one run of the window.
+        """Return whether every run lies inside one run of the room.
 
         Empty runs and sums that wrap around lie nowhere.
         """
@@ -174,7 +174,7 @@ class _RoomRuns:
         return bool(((offsets < ends) & (ends <= limits)).all())
 
     def _countable(self, write: Write) -> bool:
-        """Return whether the rank stays within the window's bytes and a repeated segment keeps its size."""
+        """Return whether the rank stays within the room's bytes and a repeated segment keeps its size."""
         with self._gate:
             progress = self._progress.get(write.writer.prefill_rank)
             if progress is None:
@@ -186,23 +186,23 @@ class _RoomRuns:
 
 
 class Grant:
-    """Permission to store one segment, for as long as the window stays open."""
+    """Permission to store one segment, for as long as the room stays open."""
 
-    def __init__(self, fence: Fence, window: _RoomRuns, write: Write) -> None:
-        self._fence, self._window, self._write = fence, window, write
+    def __init__(self, fence: Fence, runs: _RoomRuns, write: Write) -> None:
+        self._fence, self._runs, self._write = fence, runs, write
 
     @property
     def repeated(self) -> bool:
         """Whether this rank landed the segment before (a re-push after a cut): its bytes need not land again."""
-        return self._window.repeats(self._write)
+        return self._runs.repeats(self._write)
 
     def store(self, call: Callable[[], T]) -> T | None:
         """Run a short call that stores into the arena and return its result; without a call return None once closed."""
-        return self._window.store(call)
+        return self._runs.store(call)
 
     def finish(self) -> int | None:
-        """Count the segment as landed; return all bytes that the rank has landed, None once the window is closed."""
-        landed = self._window.finish(self._write)
+        """Count the segment as landed; return all bytes that the rank has landed, None once the room is closed."""
+        landed = self._runs.finish(self._write)
         if landed is None:
             self._fence.count(Refusal.CLOSED)
         return landed
@@ -212,12 +212,12 @@ Admission: TypeAlias = Grant | Refusal
 
 
 class Fence:
-    """The windows of one arena. Every method may be called from any thread."""
+    """The open rooms of one arena. Every method may be called from any thread."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._lock = threading.Lock()
-        self._windows: dict[Room, _RoomRuns] = {}
+        self._rooms: dict[Room, _RoomRuns] = {}
         self._refused: Counter[Refusal] = Counter()
 
     def open(
@@ -231,43 +231,43 @@ class Fence:
     ) -> None:
         """Let `writers` (prefill rank -> life; None: whoever greets) write the runs of a room.
 
-        `on_landed` is called for what has landed until the window closes, and perhaps once more at that moment. Runs
+        `on_landed` is called for what has landed until the room closes, and perhaps once more at that moment. Runs
         may come in any order. Raises LocalProtocolError when the room is open already or a run is empty or leaves the
         arena.
         """
         starts, ends = _merged(offsets, lengths, self.arena.nbytes)
-        window = _RoomRuns(generation, starts, ends, writers, on_landed)
+        runs = _RoomRuns(generation, starts, ends, writers, on_landed)
         with self._lock:
-            if room in self._windows:
-                raise LocalProtocolError(f"room {room} has an open window already")
-            self._windows[room] = window
+            if room in self._rooms:
+                raise LocalProtocolError(f"room {room} is open already")
+            self._rooms[room] = runs
 
     def close(self, room: Room, generation: Generation) -> bool:
-        """Close a room's window; return, True if it was open, when nothing of this generation can land any more.
+        """Close a room; return, True if it was open, when nothing of this generation can land any more.
 
         Waits for running stores only, which are short. Closing twice is allowed: the second call returns False, with
         the same promise.
         """
         with self._lock:
-            window = self._windows.get(room)
-        if window is None or window.generation != generation:
+            runs = self._rooms.get(room)
+        if runs is None or runs.generation != generation:
             return False
-        closed = window.shut()
+        closed = runs.shut()
         with self._lock:
-            if self._windows.get(room) is window:
-                del self._windows[room]
+            if self._rooms.get(room) is runs:
+                del self._rooms[room]
         return closed
 
     def admit(self, write: Write) -> Admission:
         """Return a grant for the segment, or why it is refused, which is counted."""
         with self._lock:
-            window = self._windows.get(write.room)
-        refusal = Refusal.CLOSED if window is None else window.refusal(write)
-        if window is None or refusal is not None:
+            runs = self._rooms.get(write.room)
+        refusal = Refusal.CLOSED if runs is None else runs.refusal(write)
+        if runs is None or refusal is not None:
             refused = refusal or Refusal.CLOSED
             self.count(refused)
             return refused
-        return Grant(self, window, write)
+        return Grant(self, runs, write)
 
     def count(self, refusal: Refusal) -> None:
         """Count one refused segment."""
@@ -278,7 +278,7 @@ class Fence:
         """Return all counts at one moment."""
         with self._lock:
             return FenceSnapshot(
-                open_windows=len(self._windows),
+                open_rooms=len(self._rooms),
                 refused_closed=self._refused[Refusal.CLOSED],
                 refused_generation=self._refused[Refusal.GENERATION],
                 refused_writer=self._refused[Refusal.WRITER],
@@ -292,7 +292,7 @@ def _merged(offsets: U64, lengths: U64, nbytes: int) -> tuple[U64, U64]:
     offsets, lengths = np.asarray(offsets, np.uint64), np.asarray(lengths, np.uint64)
     size = np.uint64(nbytes)
     if len(offsets) != len(lengths) or not lengths.all():
-        raise LocalProtocolError("a window has one length above zero for each offset")
+        raise LocalProtocolError("a room has one length above zero for each offset")
     if (lengths > size).any() or (offsets > size - lengths).any():
-        raise LocalProtocolError(f"a window's run leaves the arena of {nbytes} bytes")
+        raise LocalProtocolError(f"a room's run leaves the arena of {nbytes} bytes")
     return united_runs(offsets, lengths)

@@ -129,7 +129,7 @@ def _addresses(peer: Endpoint) -> list[tuple[Any, ...]]:
 # thread that uses a socket closes it, so a descriptor's number is never reused under a running call.
 
 
-RECEIVE_SLICE_S = 0.02  # the longest that a receive may hold a room's window while its sender stalls
+RECEIVE_SLICE_S = 0.02  # the longest that a receive may hold a room's lock while its sender stalls
 SEND_SLICE_S = 0.25
 LOCAL_BUFFER_BYTES = 256 << 10  # on one host larger ones leave the processor's cache and were measured slower
 _SCRATCH_BYTES = 256 << 10

@@ -45,7 +45,7 @@ from pdplane.transport.greeting import (
 from pdplane.transport.receiver import ReceiverSnapshot, Reception
 from pdplane.transport.reports import OnReport, TransportOptions
 
-_STORE_BYTES = 4 << 20  # one hold of a room's window
+_STORE_BYTES = 4 << 20  # one hold of a room's lock
 _STORE_RUNS = 256
 
 _listening: dict[int, LoopbackReceiver] = {}

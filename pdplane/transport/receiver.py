@@ -379,7 +379,7 @@ class Connection:
         return landing.end(header)
 
     def _store(self, grant: Grant, offsets: U64, lengths: U64) -> int:
-        """Store the stream's bytes; return how many were taken, fewer than all when the window closed meanwhile."""
+        """Store the stream's bytes; return how many were taken, fewer than all when the room closed meanwhile."""
         cursor = Cursor(offsets + np.uint64(self._reception.fence.arena.base), lengths, self._options.call_bytes)
         receive = functools.partial(self._link.receive_vector, cursor)
         deadline_s = self._deadline()
@@ -392,11 +392,11 @@ class Connection:
             if cursor.done > before:
                 deadline_s = self._deadline()
             if not full and cursor.left:
-                self._link.wait(select.POLLIN, deadline_s)  # outside the window's lock
+                self._link.wait(select.POLLIN, deadline_s)  # outside the room's lock
         return cursor.done
 
     def _pull(self, grant: Grant, part: Copies, memory: PeerMemory) -> None:
-        """Copy the runs from the sender's memory while the window stays open. Raises OSError."""
+        """Copy the runs from the sender's memory while the room stays open. Raises OSError."""
         for read in memory.readings(part, self._reception.fence.arena, self._options.pull_call_bytes):
             self._link.check()
             if grant.store(read) is None:

@@ -46,7 +46,7 @@ class TransportOptions:
     pull_window: int = 4
     """Segments that a receiver may have still to read from our memory, on connections that pull."""
     pull_call_bytes: int = 16 << 20
-    """The most that one call copies from another process: what a closing window waits for."""
+    """The most that one call copies from another process: what a closing room waits for."""
     resume_tries: int = 2
     """New connections for a push that a cut interrupted; 0 fails it at once."""
     resume_pause_s: float = 0.2

@@ -102,9 +102,9 @@ class DecodeEnd:
 
     def _tell_caller(self, action: actions.DecodeAction) -> None:
         match action:
-            case actions.OpenWindow(room, generation, manifest, writers):
+            case actions.OpenFence(room, generation, manifest, writers):
                 self.memory.open(room, generation, manifest, dict(writers))
-            case actions.CloseWindow(room, generation):
+            case actions.CloseFence(room, generation):
                 self.memory.close(room, generation)
             case actions.Deliver(room, ticket, delivered):
                 self._deliver(room, ticket, delivered)

@@ -9,7 +9,7 @@ from pdplane.errors import Cause, RoomFailed, Why
 from pdplane.ids import Endpoint, Generation, Rank, Room
 from pdplane.machine import actions, events
 from pdplane.machine.actions import (
-    CloseWindow,
+    CloseFence,
     Connect,
     DecodeSettings,
     Deliver,
@@ -55,7 +55,7 @@ DELIVERED = Delivered(42, None, None, 0)
 
 def opened(generation: int = 1, room: Room = ROOM) -> list[actions.DecodeAction]:
     return [
-        actions.OpenWindow(room, Generation(generation), manifest(), ((Rank(0), PREFILL_LIFE),)),
+        actions.OpenFence(room, Generation(generation), manifest(), ((Rank(0), PREFILL_LIFE),)),
         Tell(CHANNEL, Window(room, Generation(generation), "hash")),
         Offer(CHANNEL, room, manifest()),
     ]
@@ -63,7 +63,7 @@ def opened(generation: int = 1, room: Room = ROOM) -> list[actions.DecodeAction]
 
 def broken(cause: Cause, text: str, generation: int = 1) -> list[object]:
     return [
-        CloseWindow(ROOM, Generation(generation)),
+        CloseFence(ROOM, Generation(generation)),
         Tell(CHANNEL, Cancel(ROOM, Generation(generation), Why(cause, text))),
         (generation, text),
     ]
@@ -95,7 +95,7 @@ def test_the_usual_life_of_a_room() -> None:
     assert decode.handle(registered()) == opened()
     assert decode.handle(landed(8)) == []
     assert decode.handle(landed()) == []
-    assert decode.handle(*success()) == [CloseWindow(ROOM, Generation(1)), Deliver(ROOM, 1, DELIVERED)]
+    assert decode.handle(*success()) == [CloseFence(ROOM, Generation(1)), Deliver(ROOM, 1, DELIVERED)]
     assert decode.handle(want(2)) == opened(2)  # the peer is known: no look-up
     decode.drain()
 
@@ -103,7 +103,7 @@ def test_the_usual_life_of_a_room() -> None:
 def test_success_and_bytes_may_come_in_either_order(decode: DecodeWitness) -> None:
     assert decode.handle(*success()) == []
     assert decode.wake == 2.0  # a ping
-    assert decode.handle(landed()) == [CloseWindow(ROOM, Generation(1)), Deliver(ROOM, 1, DELIVERED)]
+    assert decode.handle(landed()) == [CloseFence(ROOM, Generation(1)), Deliver(ROOM, 1, DELIVERED)]
 
 
 def test_success_without_every_byte_fails_soon_and_repeats_do_not_prolong_it(decode: DecodeWitness) -> None:
@@ -177,7 +177,7 @@ def test_a_stale_status_never_completes_the_next_use(decode: DecodeWitness) -> N
     decode.handle(failed(), want(2), landed(generation=2))
     assert decode.handle(*success(1, token=13)) == []
     assert decode.handle(*success(0, token=13)) == []
-    assert decode.handle(*success(2)) == [CloseWindow(ROOM, Generation(2)), Deliver(ROOM, 2, DELIVERED)]
+    assert decode.handle(*success(2)) == [CloseFence(ROOM, Generation(2)), Deliver(ROOM, 2, DELIVERED)]
 
 
 def test_a_window_notice_names_the_next_status_and_no_other(decode: DecodeWitness) -> None:

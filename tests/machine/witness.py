@@ -160,7 +160,7 @@ class DecodeWitness:
         self.wake: float | None = None
         self.asked: dict[int, events.DecodeRequested] = {}
         self.ended: dict[int, str] = {}
-        self.windows: dict[Room, actions.OpenWindow] = {}
+        self.windows: dict[Room, actions.OpenFence] = {}
         self.connected: set[events.Channel] = set()
         self._landed: dict[tuple[Room, Generation], int] = {}
         self._succeeded: set[tuple[Room, Generation]] = set()
@@ -218,10 +218,10 @@ class DecodeWitness:
 
     def _check(self, action: actions.DecodeAction) -> None:
         match action:
-            case actions.OpenWindow(room):
+            case actions.OpenFence(room):
                 assert room not in self.windows
                 self.windows[room] = action
-            case actions.CloseWindow(room, generation):
+            case actions.CloseFence(room, generation):
                 assert self.windows.pop(room).generation == generation
             case actions.Connect(channel):
                 self.connected.add(channel)

@@ -124,9 +124,9 @@ def idle(*sides: Prefill | Decode, but: str = "") -> bool:
 
 def _busy(side: Prefill | Decode, but: str) -> Sequence[object]:
     counts = side.node.statistics()
-    blocks, fence = counts["blocks"], counts.get("fence", {"open_windows": 0})
+    blocks, fence = counts["blocks"], counts.get("fence", {"open_rooms": 0})
     found = [counts.get(name) for name in ("legs", "rooms", "tombstones", "handles", "pushes") if name != but]
-    found += [blocks["used_blocks"], blocks["waiting"], blocks["free_parents"] - side.parents, fence["open_windows"]]
+    found += [blocks["used_blocks"], blocks["waiting"], blocks["free_parents"] - side.parents, fence["open_rooms"]]
     return [value for value in found if value]
 
 

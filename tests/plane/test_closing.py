@@ -42,7 +42,7 @@ def test_prefill_closing_tells_decode(pair: tuple[PrefillSide, DecodeSide], step
     with pytest.raises(RoomFailed, match="prefill is shutting down"):
         meeting.work.done.result(0)
     assert meeting.work.released.done()
-    assert decode.plane.statistics()["fence"]["open_windows"] == 0
+    assert decode.plane.statistics()["fence"]["open_rooms"] == 0
 
 
 @pytest.mark.parametrize("step", ["offered", "half pushed"])

@@ -142,7 +142,7 @@ def test_a_room_from_the_last_life_does_not_disturb_the_next(
     lost.give_back()
     again = start_prefill(bootstrap_port=first.rendezvous.port)
     meet(again, decode, room=5).serve()
-    assert attrs.asdict(decode.plane._fence.snapshot())["open_windows"] == 0
+    assert attrs.asdict(decode.plane._fence.snapshot())["open_rooms"] == 0
 
 
 def test_an_address_that_never_answers_holds_up_nobody(start_prefill: StartPrefill, start_decode: StartDecode) -> None:

@@ -105,6 +105,6 @@ def test_a_link_that_always_breaks_fails_the_room_and_frees_its_blocks(
     with pytest.raises(RoomFailed, match="cut by the test"):
         meeting.waiting.wait(PATIENCE_S)
     meeting.work.released.result(PATIENCE_S)
-    until(lambda: decode.plane.statistics()["fence"]["open_windows"] == 0)
+    until(lambda: decode.plane.statistics()["fence"]["open_rooms"] == 0)
     scissors.cuts = 0
     meet(prefill, decode).serve()

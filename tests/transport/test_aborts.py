@@ -64,7 +64,7 @@ def _abort(ends: Ends, rounds: int, block: int) -> None:
         assert (decode.arena.bytes == 0x55).all()
         decode.fence.close(Room(2 * turn + 1), Generation(1))
     assert stopped, "no push was ever stopped in its middle"
-    assert decode.fence.snapshot().open_windows == 0
+    assert decode.fence.snapshot().open_rooms == 0
 
 
 def _until_begun(decode: Decode, copies: Copies, turn: int) -> None:
