@@ -117,10 +117,9 @@ class Token:
 class Finished:
     """How a decode leg ended. `timings` are in the unit of their names; serving passes them on as they are.
 
-    `assembly_ms` is decode's own: from the delivered cache to the first step that can run on it.
-
-    Names that serving also turns into metrics: `bootstrap_ms`, `alloc_ms`, `transfer_ms`, `transfer_mb`,
-    `transfer_gb_s`.
+    Decode's: `alloc_ms`, `transfer_wait_ms` (from the offer to the delivered cache), `transfer_mb`, `assembly_ms` (from
+    there to the first step that can run on it), `first_token_ms`, `decode_ms`. Serving makes metrics of those that
+    `serving/metrics.py` names.
     """
 
     reason: FinishReason
@@ -162,12 +161,28 @@ class PrefillHandle(Protocol):
         Errors: RoomFailed, PoolExhausted, ConfigError (a bad request), LocalProtocolError (the room is live).
         """
 
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """What was measured so far, also of a leg that failed; names as in `FirstToken`."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed, as far as is known."""
+
     def cancel(self, text: str) -> None:
         """End the leg, from any thread; return at once, harmless after the end."""
 
 
 class DecodeHandle(Protocol):
     """A running decode leg."""
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """What was measured so far, also of a leg that was stopped or failed; names as in `Finished`."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed; known when the cache is whole."""
 
     @property
     def done(self) -> Future[Finished]:

@@ -21,7 +21,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, and the traceback if there is one."""
+    """One JSON object a line: time (UTC), level, logger, message, a request's fields, the traceback if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -30,6 +30,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        fields |= getattr(record, "fields", {})
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields)

@@ -250,6 +250,8 @@ class Delivered:
     cached_tokens: int
     top: TopLogprobs = ()
     """The likeliest first tokens, when prefill sent them."""
+    nbytes: int = 0
+    """Bytes of the cache that were sent for this room."""
 
 
 @attrs.frozen

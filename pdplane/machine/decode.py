@@ -129,7 +129,8 @@ class DecodeUse:
         logprob = next((s.first_logprob for s in statuses if s.logprob is not None), None)
         candidates = next((s.candidates for s in statuses if s.candidates), None)
         top = next((s.top for s in statuses if s.top), ())
-        return Delivered(token, logprob, candidates, max(s.cached_tokens for s in statuses), top)
+        cached = max(s.cached_tokens for s in statuses)
+        return Delivered(token, logprob, candidates, cached, top, sum(self.expected.values()))
 
 
 # ---- A decode rank's rooms, and what follows from the states that they enter

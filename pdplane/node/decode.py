@@ -180,6 +180,7 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
         try:
             delivered = done.result()
             leg.cached_tokens = delivered.cached_tokens
+            leg.timings["transfer_mb"] = delivered.nbytes / 1e6
             if leg.why is not None:
                 raise RoomFailed(leg.request.room, leg.why.cause, leg.why.text)
             if delivered.first_token is None:  # every daemon's prefill draws one; a serving stack's own need not

@@ -48,7 +48,7 @@ class PrefillLeg:
     gone: set[str] = attrs.field(factory=set)
     job: EngineJob[Token] | None = None
     nbytes: int = 0
-    reused: int = 0
+    cached_tokens: int = 0
     first: FirstToken | None = None
     pushed: float | None = None
     computed: float = 0.0
@@ -62,7 +62,7 @@ class PrefillLeg:
 
     def reuse(self, tokens: int) -> None:
         """Note how many tokens come from another prompt's cache."""
-        self.reused = tokens
+        self.cached_tokens = tokens
 
     def mark(self, name: str, since: float) -> None:
         self.timings[name] = (time.monotonic() - since) * 1e3
@@ -211,7 +211,7 @@ class PrefillNode(NodeLife[PrefillEngine, PrefillPlane, PrefillLeg]):
     def _succeed(self, leg: PrefillLeg, first: FirstToken) -> None:
         leg.first = first
         try:
-            leg.room.finish(first.token, first.logprob, cached_tokens=leg.reused, top=first.top)
+            leg.room.finish(first.token, first.logprob, cached_tokens=leg.cached_tokens, top=first.top)
         except PdplaneError as error:  # a token that no status can carry
             leg.cancel(f"prefill failed: {error}", error.cause)
 

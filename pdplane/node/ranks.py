@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -109,6 +109,8 @@ class Handle(Protocol[T]):
     """A leg on this rank."""
 
     done: Future[T]
+    timings: dict[str, float]
+    cached_tokens: int
 
     def cancel(self, text: str, cause: Cause = Cause.CANCELLED) -> None: ...
 
@@ -124,6 +126,14 @@ class SharedLeg(Generic[T]):
     offered: set[int] = attrs.field(factory=set)
     go_on: Callable[[], None] | None = None
     failure: RoomFailed | None = None
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        return self.here.timings
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.here.cached_tokens
 
     def cancel(self, text: str, cause: Cause = Cause.CANCELLED) -> None:
         """End the leg on every rank; return at once."""

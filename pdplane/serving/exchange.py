@@ -14,10 +14,12 @@ from pdplane.api import DecodeHandle, Finished, FirstToken, PrefillHandle, Token
 from pdplane.errors import PdplaneError
 from pdplane.serving.answer import AnswerWriter, Dialect, Events, News, Piece, Relay, TextAnswer
 from pdplane.serving.asked import Asked, AskedAnswer, Served
-from pdplane.serving.errors import answer_error, body_of
+from pdplane.serving.errors import answer_error, body_of, cause_of
 from pdplane.serving.metrics import Metrics
 
 Handle: TypeAlias = PrefillHandle | DecodeHandle
+_ROOMS_LOGGED = 4
+
 Begin: TypeAlias = Callable[[Asked, AskedAnswer, Callable[[Token], None]], Handle]
 
 
@@ -58,6 +60,33 @@ class Exchange:
         for handle in self._handles:
             handle.cancel(cause)
 
+    def asked_facts(self) -> dict[str, object]:
+        """Return what the log says of the request before it runs."""
+        rooms = [answer.meeting.room for answer in self.asked.answers]
+        return {
+            "rooms": ",".join(map(str, rooms[:_ROOMS_LOGGED])) + (",..." if len(rooms) > _ROOMS_LOGGED else ""),
+            "answers": len(rooms) if len(rooms) > 1 else None,
+            "prompt_tokens": self.asked.prompt_tokens,
+        }
+
+    def ended_facts(self) -> dict[str, object]:
+        """Return what the log says of the request after it ended; the times are those of the first answer."""
+        found: dict[str, object] = {"tokens": sum(len(answer.tokens) for answer in self.answers)}
+        found["cached_tokens"] = sum(handle.cached_tokens for handle in self._handles)
+        if self._handles:
+            found |= self._handles[0].timings
+        if self.error is not None:
+            found["error"] = str(self.error)
+        return found
+
+    @property
+    def ended(self) -> str:
+        """How the request ended: its error's cause, or the first answer's finish reason."""
+        if self.error is not None:
+            return cause_of(self.error).value
+        ending = self.answers[0].ending
+        return "" if ending is None else ending.reason
+
     @property
     def is_over(self) -> bool:
         """Whether every answer has ended, or the request failed."""
@@ -81,11 +110,10 @@ class Exchange:
         if news.end is not None:
             more, finished = _told(news.end.result, answer.prompt_tokens)
             tokens += more
-            self._metrics.finished(finished)
         self._paces[answer.index].observe(len(tokens), answer.began)
         piece = answer.add(tokens, finished)
         if piece.ending is not None:
-            self._metrics.end_to_end.observe(time.monotonic() - answer.began)
+            self._metrics.answered(answer, self._handles[answer.index])
         if answer.is_stopped:
             self._handles[answer.index].cancel("a stop string was found")
         return piece

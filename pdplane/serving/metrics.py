@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdplane.api import Finished, Node
+from pdplane.api import DecodeHandle, Node, PrefillHandle
 from pdplane.errors import Cause, PdplaneError, RoomFailed
+from pdplane.serving.answer import TextAnswer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -19,19 +21,25 @@ _MILLISECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 500
 _MEGABYTES = (0.01, 0.1, 1, 4, 16, 64, 256, 1024, 4096, 16384)
 _RATES = (0.01, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 
-# Metric, text, buckets, by the name of a finished request's timing.
-_TIMINGS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
-    "bootstrap_ms": ("kv_transfer_bootstrap_ms", "From the request to an accepted registration.", _MILLISECONDS),
-    "alloc_ms": ("kv_transfer_alloc_ms", "Waiting for free blocks.", _MILLISECONDS),
-    "transfer_ms": (
-        "kv_transfer_latency_ms",
-        "After prefill's last step, or since decode's offer, to the delivered KV.",
-        _MILLISECONDS,
-    ),
-    "transfer_mb": ("kv_transfer_total_mb", "KV received for a request, in 10**6 bytes.", _MEGABYTES),
-    "transfer_gb_s": ("kv_transfer_speed_gb_s", "KV moved per second since the first push, in 10**9 bytes.", _RATES),
+_Row: TypeAlias = tuple[str, str, tuple[float, ...]]
+_ALLOC: _Row = ("kv_transfer_alloc_ms", "Waiting for free blocks of this side.", _MILLISECONDS)
+# By role: metric, text and buckets, by the name of the timing of a leg.
+_TIMINGS: Mapping[str, Mapping[str, _Row]] = {
+    "prefill": {
+        "bootstrap_ms": ("kv_transfer_bootstrap_ms", "From the request to decode's offer of blocks.", _MILLISECONDS),
+        "alloc_ms": _ALLOC,
+        "prefill_ms": ("prefill_compute_ms", "Computing the prompt, turns of others included.", _MILLISECONDS),
+        "transfer_ms": ("kv_transfer_latency_ms", "What was left of the transfer after the compute.", _MILLISECONDS),
+        "transfer_mb": ("kv_transfer_total_mb", "KV sent for a request, in 10**6 bytes.", _MEGABYTES),
+        "transfer_gb_s": ("kv_transfer_speed_gb_s", "KV sent a second since the first push, in 10**9 bytes.", _RATES),
+    },
+    "decode": {
+        "alloc_ms": _ALLOC,
+        "transfer_wait_ms": ("kv_transfer_latency_ms", "From the offer of blocks to the delivered KV.", _MILLISECONDS),
+        "transfer_mb": ("kv_transfer_total_mb", "KV received for a request, in 10**6 bytes.", _MEGABYTES),
+        "assembly_ms": ("kv_assembly_ms", "From the delivered KV to the first step that can run on it.", _MILLISECONDS),
+    },
 }
-_SAME_TIMING: Mapping[str, str] = {"transfer_wait_ms": "transfer_ms"}  # decode's name for it
 # By role: metric, text, and the counts of the node's statistics that it sums up (a missing one is 0).
 _QUEUES: Mapping[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     "prefill": (
@@ -76,16 +84,26 @@ class Metrics:
         self.first_token = self._histogram("time_to_first_token_seconds", "Request to first token.", _SECONDS)
         self.between_tokens = self._histogram("inter_token_latency_seconds", "From token to token.", _SECONDS)
         self.end_to_end = self._histogram("e2e_request_latency_seconds", "Request to last token.", _SECONDS)
+        self._ends = self._counter("ended_reqs", "Requests that ended, refused ones included, by how.", "end")
+        self._tokens = self._counter("tokens", "Tokens of answered requests: prompt, cached, generated.", "kind")
         self._bootstrap_failed = self._counter("num_bootstrap_failed_reqs", "Requests that never met their peer.")
         self._transfer_failed = self._counter("num_transfer_failed_reqs", "Requests that failed after they met it.")
-        self._timings = {name: self._histogram(*row) for name, row in _TIMINGS.items()}
+        self._timings = {name: self._histogram(*row) for name, row in _TIMINGS[role].items()}
 
-    def finished(self, finished: Finished) -> None:
-        """Count the times and sizes of a finished request."""
-        for name, value in finished.timings.items():
-            histogram = self._timings.get(_SAME_TIMING.get(name, name))
-            if histogram is not None:
-                histogram.observe(value)
+    def answered(self, answer: TextAnswer, handle: PrefillHandle | DecodeHandle) -> None:
+        """Count an answer's tokens, and the times and sizes that its leg measured."""
+        self.end_to_end.observe(time.monotonic() - answer.began)
+        counts = {"prompt": answer.prompt_tokens, "cached": handle.cached_tokens, "generated": len(answer.tokens)}
+        for kind, count in counts.items():
+            self._tokens.labels(kind).inc(count)
+        timings = dict(handle.timings)
+        for name, histogram in self._timings.items():
+            if name in timings:
+                histogram.observe(timings[name])
+
+    def ended(self, how: str) -> None:
+        """Count a request's end: a finish reason, the cause of its error, or that its client left."""
+        self._ends.labels(how).inc()
 
     def failed_with(self, error: BaseException) -> None:
         """Count a request that the disaggregation failed; refusals of the request itself do not count."""
@@ -103,8 +121,8 @@ class Metrics:
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"pdplane_{name}", text, registry=self._registry)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"pdplane_{name}", text, registry=self._registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"pdplane_{name}", text, labels, registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"pdplane_{name}", text, registry=self._registry, buckets=buckets)

@@ -10,7 +10,6 @@ import asyncio
 import hmac
 import json
 import logging
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
@@ -24,6 +23,7 @@ from aiohttp.typedefs import Handler, Middleware
 from pdplane.ids import new_room
 from pdplane.serving.errors import error_body
 from pdplane.serving.members import Member, Members, Role
+from pdplane.serving.request_log import CLIENT_LEFT, REQUEST_ID, RequestLine, add_id, id_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,6 @@ OTHER_HALF_S = 0.5
 _CONNECT_S = 5.0
 _FORWARDED = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/generate")
 _OPEN_PATHS = frozenset({"/", "/health", "/favicon.ico"})
-_REQUEST_ID = "X-Request-Id"
-_ID = web.RequestKey("id", str)
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
@@ -74,7 +72,7 @@ def pair_app(members: Members, options: PairOptions, session: Callable[[], aioht
     """Return the application; `session` returns the client session of the loop that serves it."""
     routes = _PairRoutes(members, options, session)
     app = web.Application(client_max_size=MAX_BODY, middlewares=[routes.guarded])
-    app.on_response_prepare.append(routes.add_headers)
+    app.on_response_prepare.extend((add_id, routes.add_headers))
     for path in _FORWARDED:
         app.router.add_post(path, routes.forward)
     app.router.add_get("/", routes.page)
@@ -106,8 +104,6 @@ class _PairRoutes:
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            given = request.headers.get(_REQUEST_ID, "")
-            request[_ID] = given if given.isprintable() and 0 < len(given) <= 128 else secrets.token_hex(8)
             if request.method == "OPTIONS":
                 return web.Response(status=204, headers=_PREFLIGHT)
             try:
@@ -129,14 +125,13 @@ class _PairRoutes:
             raise Denied.of(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add the request's id to every response, and the origin of a page that may read it."""
-        response.headers[_REQUEST_ID] = request.get(_ID, "")
+        """Add the origin of a page that may read a response."""
         origin, allowed = request.headers.get("Origin"), self._options.allowed_origins
         if origin is None or not ("*" in allowed or origin in allowed):
             return
         response.headers["Access-Control-Allow-Origin"] = "*" if "*" in allowed else origin
         response.headers["Vary"] = "Origin"
-        response.headers["Access-Control-Expose-Headers"] = f"{_REQUEST_ID}, Retry-After"
+        response.headers["Access-Control-Expose-Headers"] = f"{REQUEST_ID}, Retry-After"
 
     # ---- what the daemons are
 
@@ -180,6 +175,21 @@ class _PairRoutes:
     # ---- one request
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request by a pair, and log how that ended."""
+        line = RequestLine(request)
+        try:
+            return line.answered(await self._forwarded(request, line))
+        except Denied as refusal:
+            line.status = refusal.status
+            line.failed(refusal.body)
+            raise
+        except asyncio.CancelledError:
+            line.end = CLIENT_LEFT
+            raise
+        finally:
+            line.write("serve")
+
+    async def _forwarded(self, request: web.Request, line: RequestLine) -> web.StreamResponse:
         """Send a request to a pair, and to another one when a daemon of it cannot be reached."""
         body = self._read(await request.read(), request.path)
         if self._running >= self._options.max_requests:
@@ -191,9 +201,11 @@ class _PairRoutes:
                 pair = _Pair(
                     self._chosen("prefill", frozenset(unreachable)), self._chosen("decode", frozenset(unreachable))
                 )
+                line.facts |= {"prefill": pair.prefill.url, "decode": pair.decode.url}
+                exchange = _Exchange(request, body, pair, self._session(), self._options.keepalive_s, line)
                 try:
                     with pair.counted():
-                        return await _Exchange(request, body, pair, self._session(), self._options.keepalive_s).run()
+                        return await exchange.run()
                 except Unreachable as error:
                     error.member.leave(str(error))
                     unreachable.add(error.member.url)
@@ -266,17 +278,19 @@ class _Exchange:
     pair: _Pair
     session: aiohttp.ClientSession
     keepalive_s: float
+    line: RequestLine
     out: web.StreamResponse | None = None
     responses: list[aiohttp.ClientResponse] = attrs.Factory(list)
 
     async def run(self) -> web.StreamResponse:
         """Answer the client. Raises Unreachable or Denied, and then nothing was sent."""
-        rendezvous = self.pair.prefill.bootstrap
+        rendezvous, room = self.pair.prefill.bootstrap, new_room()
+        self.line.facts["rooms"] = room
         asked = {
             **self.body,
             "bootstrap_host": rendezvous.host,
             "bootstrap_port": rendezvous.port,
-            "bootstrap_room": new_room(),
+            "bootstrap_room": room,
         }
         prefill = asyncio.create_task(self._prefill(asked))
         decode = asyncio.create_task(self._post(self.pair.decode, asked))
@@ -306,6 +320,7 @@ class _Exchange:
             if self.out is None:
                 raise
             reason = error.body if isinstance(error, Denied) else error_body(502, f"{error.member.role}: {error}")
+            self.line.failed(reason)
             await self.out.write(_event(reason))
             await self.out.write_eof()
             return self.out
@@ -399,7 +414,7 @@ class _Exchange:
             await response.read()
 
     async def _post(self, member: Member, asked: Mapping[str, Any]) -> aiohttp.ClientResponse:
-        headers = {_REQUEST_ID: self.request[_ID]}
+        headers = {REQUEST_ID: id_of(self.request)}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         try:
             response = await self.session.post(

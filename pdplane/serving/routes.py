@@ -20,16 +20,17 @@ from pdplane.api import (
     PrefillService,
     Token,
 )
-from pdplane.errors import PdplaneError
+from pdplane.errors import Cause, LocalProtocolError, PdplaneError
 from pdplane.serving.about import AboutRoutes, Role
 from pdplane.serving.answer import Dialect, Piece
 from pdplane.serving.asked import Asked, AskedAnswer, Served
-from pdplane.serving.errors import answer_error, json_errors, refuse
+from pdplane.serving.errors import answer_error, cause_of, json_errors
 from pdplane.serving.exchange import Begin, Exchange, answer_stream, answer_whole, read
 from pdplane.serving.fields import BadField
 from pdplane.serving.metrics import Metrics
 from pdplane.serving.openai import OpenaiCompletions
 from pdplane.serving.openai_chat import OpenaiChat
+from pdplane.serving.request_log import CLIENT_LEFT, RequestLine, add_id
 from pdplane.serving.sglang import Sglang
 
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -55,6 +56,7 @@ class Half:
 def app_of(half: Half) -> web.Application:
     """Return the application, for the process's HttpThread."""
     app = web.Application(client_max_size=MAX_BODY, middlewares=[json_errors])
+    app.on_response_prepare.append(add_id)
     metrics = Metrics(half.node, half.role)
     AboutRoutes(half.node, half.role, metrics).add_to(app)
     for dialect in DIALECTS:
@@ -64,14 +66,30 @@ def app_of(half: Half) -> web.Application:
 
 
 async def _answer(half: Half, metrics: Metrics, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-    if not half.node.ready:
-        return refuse(503, f"this {half.role} node is not ready")
+    line = RequestLine(request)
     try:
+        return line.answered(await _answered(half, metrics, dialect, request, line))
+    except asyncio.CancelledError:
+        line.end = CLIENT_LEFT if half.node.ready else Cause.CLOSING.value
+        raise
+    finally:
+        metrics.ended(line.end)
+        line.write(half.role)
+
+
+async def _answered(
+    half: Half, metrics: Metrics, dialect: Dialect, request: web.Request, line: RequestLine
+) -> web.StreamResponse:
+    try:
+        if not half.node.ready:
+            raise LocalProtocolError(f"this {half.role} node is not ready", Cause.CLOSING)
         served = Served.of(half.node, half.bootstrap_port)
         asked = await read(dialect, request, served)
         exchange = Exchange(dialect, asked, served, metrics)
+        line.facts |= exchange.asked_facts()
         exchange.begin(half.begin)
     except PdplaneError as error:
+        line.end, line.facts["error"] = cause_of(error).value, str(error)
         return answer_error(error)
     metrics.requests.inc()
     with metrics.running.track_inprogress():
@@ -82,6 +100,9 @@ async def _answer(half: Half, metrics: Metrics, dialect: Dialect, request: web.R
         except asyncio.CancelledError:
             exchange.cancel(f"the client closed the connection of {half.role}'s leg")
             raise
+        finally:
+            line.end = exchange.ended
+            line.facts |= exchange.ended_facts()
 
 
 # ---- The HTTP of a prefill node: its own answer, which gateways drop, is the first token

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import promql_parser
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from pdplane.ids import Endpoint
 from pdplane.toy.model import ToyOptions, toy_answer
@@ -213,3 +218,57 @@ def _address(text: str, family: socket.AddressFamily) -> str:
 def test_addresses_of_proc_are_read() -> None:
     assert _address("0100007F", socket.AF_INET) == "127.0.0.1"
     assert str(Endpoint(_address("00000000000000000000000001000000", socket.AF_INET6), 1)) == "[::1]:1"
+
+
+# ---- The dashboard asks for what the daemons have
+
+
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "pdplane.json"
+
+
+def selectors(query: Any) -> Iterator[Any]:  # noqa: ANN401  (the parser has no common type)
+    """Every metric that a parsed query reads, with its matchers."""
+    if isinstance(query, promql_parser.VectorSelector):
+        yield query
+    for name in ("lhs", "rhs", "expr", "args", "vector_selector"):
+        found = getattr(query, name, None)
+        for part in found if isinstance(found, list) else [found]:
+            if part is not None:
+                yield from selectors(part)
+
+
+def has(samples: list[Sample], selector: Any) -> bool:  # noqa: ANN401
+    """Whether a sample answers a selector; the label `job` comes from Prometheus."""
+    wanted = [matcher for matcher in selector.matchers.matchers if matcher.name != "job"]
+
+    def fits(sample: Sample) -> bool:
+        return sample.name == selector.name and all(
+            re.fullmatch(matcher.value, sample.labels.get(matcher.name, "")) for matcher in wanted
+        )
+
+    return any(map(fits, samples))
+
+
+def scrape(daemon: Daemon) -> Iterator[Sample]:
+    for family in text_string_to_metric_families(ask(daemon.http, "GET", "/metrics").body):
+        yield from family.samples
+
+
+def test_the_dashboard_reads_only_what_a_pair_has(pair: tuple[Daemon, Daemon]) -> None:
+    assert generate(pair[0].url, pair[1].url, "--max-tokens", "5", PROMPT).returncode == 0
+    of_each = [list(scrape(daemon)) for daemon in pair]
+    samples = [sample for found in of_each for sample in found]
+    board = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert len(queries) > 20
+    for query in queries:
+        parsed = promql_parser.parse(query.replace("$__rate_interval", "1m"))
+        found = list(selectors(parsed))
+        assert found, query
+        missing = [str(selector.prettify()) for selector in found if not has(samples, selector)]
+        assert not missing, query
+    both = {"kv_transfer_latency_ms", "kv_transfer_alloc_ms", "kv_transfer_total_mb"}
+    only = ({"kv_transfer_bootstrap_ms", "prefill_compute_ms", "kv_transfer_speed_gb_s"}, {"kv_assembly_ms"})
+    for found, own in zip(of_each, only, strict=True):
+        filled = {sample.name for sample in found if sample.value > 0}
+        assert {f"pdplane_{name}_count" for name in both | own} <= filled

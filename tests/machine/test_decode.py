@@ -50,7 +50,8 @@ from tests.machine.witness import (
 
 ENDPOINT = Endpoint("prefill", 4001)
 INTRODUCED = [Tell(CHANNEL, attrs.evolve(HELLO, version="")), Tell(CHANNEL, REGISTRATION)]
-DELIVERED = Delivered(42, None, None, 0)
+BYTES = whole(manifest())
+DELIVERED = Delivered(42, None, None, 0, nbytes=BYTES)
 
 
 def opened(generation: int = 1, room: Room = ROOM) -> list[actions.DecodeAction]:
@@ -152,7 +153,7 @@ def test_failed_is_final_before_ready_and_nothing_after_it(decode: DecodeWitness
 
 
 def test_a_success_without_token_delivers_none(decode: DecodeWitness) -> None:
-    delivered = Deliver(ROOM, 1, Delivered(None, None, None, 0))
+    delivered = Deliver(ROOM, 1, Delivered(None, None, None, 0, nbytes=BYTES))
     assert decode.handle(landed(), *success(token=-1))[-1] == delivered
 
 
@@ -161,7 +162,7 @@ def test_the_likeliest_first_tokens_come_with_the_notice_before_the_status(decod
     assert isinstance(notice, events.NoticeFromPrefill)
     told = attrs.evolve(notice, notice=Window(ROOM, Generation(1), "", ((42, -0.5), (7, -2.0))))
     (*_, delivered) = decode.handle(landed(), told, sent)
-    assert delivered == Deliver(ROOM, 1, Delivered(42, None, None, 0, ((42, -0.5), (7, -2.0))))
+    assert delivered == Deliver(ROOM, 1, Delivered(42, None, None, 0, ((42, -0.5), (7, -2.0)), BYTES))
 
 
 def test_a_live_room_is_refused_and_the_first_one_ends_well(decode: DecodeWitness) -> None:

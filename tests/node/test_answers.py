@@ -93,6 +93,7 @@ def test_the_handles_tell_what_happened(daemons: Daemons) -> None:
     assert finished.prompt_tokens == 20
     assert {"bootstrap_ms", "alloc_ms", "prefill_ms", "transfer_ms", "transfer_mb"} <= first.timings.keys()
     assert {"alloc_ms", "transfer_wait_ms", "first_token_ms", "decode_ms"} <= finished.timings.keys()
+    assert first.timings["transfer_mb"] == finished.timings["transfer_mb"]
     assert first.timings["transfer_mb"] * 1e6 == 5 * 3 * 2 * 2 * 4 * 8  # blocks, layers, k and v, heads, tokens, width
     assert all(value >= 0 for value in (*first.timings.values(), *finished.timings.values()))
 

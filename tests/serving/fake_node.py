@@ -24,6 +24,8 @@ class Leg:
     on_token: Callable[[Token], None] = lambda _token: None
     done: Future[Any] = attrs.Factory(Future)
     cancels: queue.Queue[str] = attrs.Factory(queue.Queue)
+    timings: dict[str, float] = attrs.Factory(dict)
+    cached_tokens: int = 0
 
     def cancel(self, text: str) -> None:
         self.cancels.put(text)
@@ -86,6 +88,7 @@ def answers(text: str, reason: str = "length", **timings: float) -> Callable[[Le
         for index, token in enumerate(tokens):
             leg.on_token(Token(token, -0.5 - index))
         prompt = len(leg.request.tokens)
+        leg.timings |= timings
         leg.done.set_result(Finished(reason, prompt, len(tokens), 0, timings))  # type: ignore[arg-type]  # a test's text
 
     return script

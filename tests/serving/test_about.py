@@ -66,7 +66,7 @@ def test_loads_and_statistics(node: FakeNode, decode: Endpoint) -> None:
 
 
 def test_metrics_hold_what_was_measured_and_the_nodes_counts(node: FakeNode, decode: Endpoint) -> None:
-    node.script = answers("abc", transfer_wait_ms=2.0, transfer_gb_s=3.5, other=1.0)
+    node.script = answers("abc", transfer_wait_ms=2.0, transfer_mb=3.5, other=1.0)
     assert ask(decode, "POST", "/generate", generate()).status == 200
     node.script = fails(RoomFailed(7, Cause.UNREACHABLE, "push to the rendezvous http://h: refused"))
     assert ask(decode, "POST", "/generate", generate()).status == 502
@@ -83,7 +83,7 @@ def test_metrics_hold_what_was_measured_and_the_nodes_counts(node: FakeNode, dec
         "pdplane_num_bootstrap_failed_reqs_total 1.0",
         "pdplane_num_transfer_failed_reqs_total 1.0",
         "pdplane_kv_transfer_latency_ms_sum 2.0",
-        "pdplane_kv_transfer_speed_gb_s_sum 3.5",
+        "pdplane_kv_transfer_total_mb_sum 3.5",
         "pdplane_num_decode_prealloc_queue_reqs 0.0",
         "pdplane_num_decode_transfer_queue_reqs 3.0",
         'pdplane_statistics{count="threads"} 4.0',
