@@ -20,7 +20,7 @@ FILE = re.compile(r"`((?:[\w.]+/)+[\w.]+\.\w+)`")
 CITED = re.compile(r"([\w./-]+\.md)\b(?:[\s#]+sections?((?:[\s#]+(?:and\s+)?\d[\d.]*,?)+))?")
 SECTION = re.compile(r"^#+ ([\d.]*\d) ?", re.MULTILINE)
 OF_EVERY_COMMAND = {"--help", "--version"}
-OF_OTHER_PROGRAMS = {"--strict", "--pd-disaggregation", "--policy"}
+OF_OTHER_PROGRAMS = {"--from-literal", "--now", "--strict", "--pd-disaggregation", "--policy"}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
