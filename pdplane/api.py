@@ -301,6 +301,10 @@ class Tokenizer(Protocol):
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
 
+    @property
+    def longest_token(self) -> int:
+        """Bytes of text that one token can stand for at most."""
+
     def encode(self, text: str) -> list[int]:
         """Return the text's token ids, with the model's own special tokens."""
 
@@ -311,10 +315,12 @@ class Tokenizer(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
         roles: Mapping[str, str] | None = None,
+        check: Callable[[str], None] = ...,
     ) -> list[int]:
         """Return token ids of a conversation, up to where the next answer begins.
 
         `settings` are variables of the chat template; `roles` are texts for the roles of a model without a template.
+        `check` is called with the template's whole text before that becomes tokens, and raises for one too long.
         Raises ConfigError for what the template refuses or would not read.
         """
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,18 @@ _NO_SETTINGS = {
 
 
 class MlxTokenizer:
-    """mlx-lm's wrapper of a Hugging Face tokenizer. Only one thread at a time makes tokens; any number make text."""
+    """mlx-lm's wrapper of a Hugging Face tokenizer. One written in Python makes tokens for one thread at a time."""
 
     def __init__(self, wrapper: Wrapper) -> None:
         self._wrapper, self._inner = wrapper, wrapper._tokenizer
-        self._lock = threading.Lock()
+        has_core = getattr(self._inner, "backend_tokenizer", None) is not None
+        self._turn: AbstractContextManager[object] = nullcontext() if has_core else threading.Lock()
         self.eos_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)
         marks, special = tuple(_marks(wrapper)), special_tokens(self._inner)
         self._special = frozenset(special)
         self._unmarked = frozenset(token for token, text in special.items() if not any(text in mark for mark in marks))
         self._spelling = spelling(self._inner)
+        self.longest_token = max(len(self._spelling(token)) for token in range(len(self._inner)))
         self.encode("")  # the first call may change the core, so it comes before other threads read it
 
     @property
@@ -63,7 +66,7 @@ class MlxTokenizer:
         """
         bos = self._inner.bos_token
         special = special_tokens and not (bos and text.startswith(bos))
-        with self._lock:
+        with self._turn:
             return [int(token) for token in self._inner.encode(text, add_special_tokens=special)]
 
     def decode(self, tokens: Sequence[int], *, marks: bool = False) -> str:
@@ -79,17 +82,20 @@ class MlxTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
         roles: Mapping[str, str] | None = None,
+        check: Callable[[str], None] = lambda _text: None,
     ) -> list[int]:
         """Return token ids of a conversation, ending where the assistant's answer begins.
 
-        A model without a chat template gets mlx-lm's plain form, with `roles` in place of its names. Raises
-        ConfigError for what the template refuses or would not read.
+        A model without a chat template gets mlx-lm's plain form, with `roles` in place of its names. `check` may refuse
+        the whole text before it becomes tokens. Raises ConfigError for what the template refuses or would not read.
         """
         settings = settings or {}
         if not self.has_chat_template:
             if tools or settings:
                 raise ConfigError("this model has no chat template, so it takes no tools and no chat_template_kwargs")
-            return self.encode(plain_chat(messages, roles))
+            text = plain_chat(messages, roles)
+            check(text)
+            return self.encode(text)
         if roles is not None:
             raise ConfigError("role_mapping is for models without a chat template; this one has its own")
         template = self._template
@@ -99,8 +105,8 @@ class MlxTokenizer:
             if name in _NO_SETTINGS:
                 raise ConfigError(f"chat_template_kwargs.{name} cannot be set by a request")
         shown = [_as_known(message, template) for message in messages]
-        with self._lock:
-            text = render_chat(self._wrapper, shown, tools, settings)
+        text = render_chat(self._wrapper, shown, tools, settings)
+        check(text)
         return self.encode(text, special_tokens=False)
 
     def detokenizer(self, *, marks: bool = False) -> MlxDetokenizer:

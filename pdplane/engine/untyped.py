@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper, _byte_decoder
 from mlx_lm.utils import load, load_tokenizer
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from pdplane.errors import ConfigError
 
@@ -37,6 +38,8 @@ _maybe_quantize: Any = maybe_quantize_kv_cache
 _load: Any = load
 _load_tokenizer: Any = load_tokenizer
 _wrapper: Any = TokenizerWrapper
+_compiled_template: Any = _compile_jinja_template
+_LONGEST_CHAT = 1 << 25
 _bytes_of_letters: Any = _byte_decoder
 _BAD_CONVERSATION = (
     TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
@@ -98,10 +101,24 @@ def render_chat(
     """Return a conversation as the model's template writes it, up to the next answer. Raises ConfigError."""
     given = {"tools": list(tools) if tools else None, **settings}
     try:
+        if wrapper._chat_template is None:  # else a program that comes with mlx-lm
+            text = wrapper._tokenizer.get_chat_template(None, given["tools"])
+            _compiled_template(text).environment.concat = _joined
         return str(wrapper.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given))
     except _BAD_CONVERSATION as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(f"messages: the model's chat template refuses them: {reason}") from error
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    """Return what a template writes, as Jinja joins it. Raises TemplateError once it is too long for any model."""
+    written, length = [], 0
+    for piece in pieces:
+        written.append(piece)
+        length += len(piece)
+        if length > _LONGEST_CHAT:
+            raise TemplateError(f"they become more than {_LONGEST_CHAT} characters")
+    return "".join(written)
 
 
 def plain_chat(messages: Sequence[Mapping[str, Any]], roles: Mapping[str, str] | None) -> str:

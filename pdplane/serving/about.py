@@ -12,6 +12,7 @@ from aiohttp import web
 
 from pdplane.api import Node
 from pdplane.errors import PdplaneError
+from pdplane.serving.asked import Served
 from pdplane.serving.errors import refuse
 from pdplane.serving.metrics import CONTENT_TYPE, Metrics
 
@@ -72,6 +73,7 @@ class AboutRoutes:
                 "disaggregation_mode": self._role,
                 "version": importlib.metadata.version("pdplane"),
                 "ready": self._node.ready,
+                "max_body_bytes": Served.of(self._node, 0).longest_body if self._node.ready else None,
             }
         )
 

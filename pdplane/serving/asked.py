@@ -7,7 +7,7 @@ without a message between them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,10 +15,19 @@ import attrs
 from pdplane.api import Node, Sampling, Tokenizer
 from pdplane.ids import Endpoint, Room
 from pdplane.serving.fields import BadField
+from pdplane.serving.reading import LARGEST_BODY
 
 MAX_ANSWERS = 128
 MAX_TOKENS = 1 << 20
 DEFAULT_MAX_TOKENS = 512
+
+_UNKNOWN_CONTEXT = 1 << 18
+_ID_NBYTES = 12
+"""Of a token id in JSON, with what separates it from the next."""
+_BESIDE_PROMPT_NBYTES = 1 << 20
+_PIECE = 1 << 16
+_SLACK = 2
+"""Pieces of a text have more tokens than the text, since words are cut; never so many times more."""
 
 
 @attrs.frozen(kw_only=True)
@@ -31,6 +40,8 @@ class Served:
     context_length: int | None
     bootstrap_port: int
     """Port of a rendezvous for which a request names none."""
+    go_on: Callable[[], None] = lambda: None
+    """Raises when nobody waits for the request that is read."""
 
     @classmethod
     def of(cls, node: Node, bootstrap_port: int) -> Served:
@@ -43,6 +54,42 @@ class Served:
             context_length=info.get("context_length"),
             bootstrap_port=bootstrap_port,
         )
+
+    @property
+    def longest_text(self) -> int:
+        """Bytes in UTF-8 of which a longer text cannot fit into the context: that many of the longest token."""
+        return (self.context_length or _UNKNOWN_CONTEXT) * self.tokenizer.longest_token
+
+    @property
+    def longest_body(self) -> int:
+        """Bytes of a request: a whole context as JSON writes it, text or ids, and what stands beside the prompt."""
+        # Twice the text, since quotes and ends of lines are escaped.
+        ids = (self.context_length or _UNKNOWN_CONTEXT) * _ID_NBYTES
+        return min(LARGEST_BODY, _BESIDE_PROMPT_NBYTES + 2 * self.longest_text + ids)
+
+    def encode(self, text: str, field: str) -> tuple[int, ...]:
+        """Return a text's token ids. Raises BadField naming the field, early, when they are more than the context."""
+        self.check_text(text, field)
+        return tuple(self.tokenizer.encode(text))
+
+    def check_text(self, text: str, field: str) -> None:
+        """Raise BadField for a text that cannot fit; work on a long one ends at the piece that shows it."""
+        nbytes = len(text.encode("utf-8", "replace"))
+        if nbytes > self.longest_text:
+            raise BadField(f"{field} has {nbytes} bytes; a text of more than {self.longest_text} cannot fit", field)
+        context, count = self.context_length, 0
+        if context is None or len(text) <= max(_PIECE, context):
+            return
+        for start in range(0, len(text), _PIECE):
+            self.go_on()
+            count += len(self.tokenizer.encode(text[start : start + _PIECE]))
+            if count > _SLACK * context:
+                read = min(len(text), start + _PIECE)
+                raise BadField(
+                    f"{field} does not fit: {read} of its {len(text)} characters are about {count} tokens, "
+                    f"the context has {context}",
+                    field,
+                )
 
 
 @attrs.frozen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import attrs
 
 from pdplane.serving.asked import Served
-from pdplane.serving.fields import MAX_TEXT, Fields, short
+from pdplane.serving.fields import MAX_TEXT, Fields, check_depth, load, short
 
 MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 1 << 10
@@ -40,7 +39,12 @@ def read_conversation(fields: Fields, served: Served) -> Conversation:
     roles = fields.mapping("role_mapping")
     if roles is not None and not all(isinstance(value, str) for value in roles.values()):
         raise fields.refuse("role_mapping", "is not an object of texts")
-    tokens = served.tokenizer.apply_chat(messages, tools=tools, settings=settings, roles=roles)
+    context = served.context_length
+    if context is not None and len(messages) > context:
+        raise fields.refuse("messages", f"has {len(messages)} entries, more than the context of {context} tokens")
+    tokens = served.tokenizer.apply_chat(
+        messages, tools=tools, settings=settings, roles=roles, check=lambda text: served.check_text(text, "messages")
+    )
     return Conversation(tuple(tokens), tools)
 
 
@@ -131,16 +135,14 @@ def _call(fields: Fields) -> dict[str, Any]:
 def _arguments(function: Fields) -> Mapping[str, Any]:
     """Return a call's arguments as the object that templates need; clients send it as JSON in a text."""
     given = function.take("arguments")
+    name = function.name("arguments")
     if isinstance(given, str):
-        try:
-            given = json.loads(given) if given.strip() else {}
-        except (ValueError, RecursionError):
-            raise function.refuse("arguments", "is not JSON") from None
+        given = load(given.encode("utf-8", "surrogatepass"), name, name) if given.strip() else {}
     if given is None:
         return {}
     if not isinstance(given, dict):
         raise function.refuse("arguments", "is not an object")
-    function.check_depth("arguments", given)
+    check_depth(name, given)
     return given
 
 

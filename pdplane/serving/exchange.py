@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
+import attrs
 from aiohttp import web
 
 from pdplane.api import DecodeHandle, Finished, FirstToken, PrefillHandle, Token
@@ -16,6 +16,7 @@ from pdplane.serving.answer import AnswerWriter, Dialect, Events, News, Piece, R
 from pdplane.serving.asked import Asked, AskedAnswer, Served
 from pdplane.serving.errors import answer_error, body_of, cause_of
 from pdplane.serving.metrics import Metrics
+from pdplane.serving.reading import Readers, take_body
 
 Handle: TypeAlias = PrefillHandle | DecodeHandle
 _ROOMS_LOGGED = 4
@@ -23,11 +24,11 @@ _ROOMS_LOGGED = 4
 Begin: TypeAlias = Callable[[Asked, AskedAnswer, Callable[[Token], None]], Handle]
 
 
-async def read(dialect: Dialect, request: web.Request, served: Served) -> Asked:
-    """Read, check and tokenise a body. Raises ConfigError."""
-    data = await request.read()
+async def read(dialect: Dialect, request: web.Request, served: Served, readers: Readers) -> Asked:
+    """Read, check and tokenise a body. Raises ConfigError, and LocalProtocolError when that cannot be in time."""
+    data = await take_body(request, served.longest_body)
     # Large bodies and long texts take a while, and this thread serves every request.
-    return await asyncio.get_running_loop().run_in_executor(None, dialect.read, data, served)
+    return await readers.run(len(data), lambda go_on: dialect.read(data, attrs.evolve(served, go_on=go_on)))
 
 
 class Exchange:

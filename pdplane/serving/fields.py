@@ -18,6 +18,9 @@ from pdplane.errors import ConfigError
 MAX_TEXT = 1 << 16
 """Characters of a short text: a name, an id, a stop string."""
 _MAX_DEPTH = 64
+_MAX_VALUES = 200_000
+"""Lists, objects and fields of one body: what makes parsing slow, and no conversation has so many."""
+_TEXTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -32,18 +35,46 @@ class BadField(ConfigError):
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Return the body as an object. Raises BadField for anything else, and for texts that are no Unicode."""
-    try:
-        body = json.loads(data)
-        if _HALF_A_PAIR.search(data):
-            json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise BadField("the body holds half a surrogate pair", "body") from error
-    except (ValueError, RecursionError) as error:
-        raise BadField("the body is not JSON", "body") from error
+    """Return the body as an object of bounded depth and number of values.
+
+    Raises BadField for anything else, and for texts that are no Unicode.
+    """
+    body = load(data, "body", "the body")
     if not isinstance(body, dict):
         raise BadField("the body is not a JSON object", "body")
+    for field, value in body.items():
+        check_depth(field[:80], value)
     return body
+
+
+def load(data: bytes, field: str, name: str) -> Any:  # noqa: ANN401  (JSON is what it is)
+    """Return JSON that costs little to parse. Raises BadField, which calls the text by its name."""
+    if _values(data) > _MAX_VALUES and _values(_TEXTS.sub(b"", data)) > _MAX_VALUES:
+        raise BadField(f"{name} holds more than {_MAX_VALUES} lists, objects and fields", field)
+    try:
+        value = json.loads(data)
+        if _HALF_A_PAIR.search(data):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadField(f"{name} holds half a surrogate pair", field) from error
+    except (ValueError, RecursionError) as error:
+        raise BadField(f"{name} is not JSON", field) from error
+    return value
+
+
+def _values(data: bytes) -> int:
+    """Count what can begin a list, an object or a field; those in texts count too."""
+    return data.count(b"[") + data.count(b"{") + data.count(b":")
+
+
+def check_depth(field: str, value: object) -> None:
+    """Refuse a value that is nested too deep for a template, or for an error that shows it."""
+    layer = [value]
+    for _depth in range(_MAX_DEPTH):
+        layer = [inner for item in layer for inner in _inside(item)]
+        if not layer:
+            return
+    raise BadField(f"{field} is nested deeper than {_MAX_DEPTH}", field)
 
 
 class Fields:
@@ -125,19 +156,17 @@ class Fields:
         return tuple(value)
 
     def mapping(self, field: str) -> Mapping[str, Any] | None:
-        """Return an object of bounded depth."""
+        """Return an object."""
         value = self.take(field)
         if value is not None and not isinstance(value, dict):
             raise self.refuse(field, "is not an object")
-        self.check_depth(field, value)
         return value
 
     def list(self, field: str) -> Sequence[Any] | None:
-        """Return a list of bounded depth."""
+        """Return a list."""
         value = self.take(field)
         if value is not None and not isinstance(value, list):
             raise self.refuse(field, "is not a list")
-        self.check_depth(field, value)
         return value
 
     def only(self, field: str, *allowed: object) -> None:
@@ -155,15 +184,6 @@ class Fields:
         """Refuse every field that was not read."""
         for field in self._left:
             raise self.refuse(field, "is not supported")
-
-    def check_depth(self, field: str, value: object) -> None:
-        """Refuse a value that is nested too deep for a template."""
-        layer = [value]
-        for _depth in range(_MAX_DEPTH):
-            layer = [inner for item in layer for inner in _inside(item)]
-            if not layer:
-                return
-        raise self.refuse(field, f"is nested deeper than {_MAX_DEPTH}")
 
 
 def is_ids(value: object) -> bool:

@@ -16,6 +16,7 @@ import attrs
 from yarl import URL
 
 from pdplane.ids import Endpoint
+from pdplane.serving.reading import DEFAULT_BODY
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,12 @@ class Member:
         """Where a prefill daemon's rendezvous listens, as its info has it."""
         host, port = self.info.get("bootstrap_host"), self.info.get("bootstrap_port")
         return Endpoint(str(host or URL(self.url).host), int(port or _BOOTSTRAP_PORT))
+
+    @property
+    def longest_body(self) -> int:
+        """Bytes of the longest request that the daemon reads, as its info has it."""
+        told = self.info.get("max_body_bytes")
+        return told if isinstance(told, int) else DEFAULT_BODY
 
     def leave(self, reason: str, *, silent: bool = False) -> None:
         """Take the member out of selection."""

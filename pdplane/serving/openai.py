@@ -171,7 +171,7 @@ def _prompt(body: Fields, index: int, prompt: object, served: Served) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
             raise body.refuse(f"prompt[{index}]", "is empty")
-        return tuple(served.tokenizer.encode(prompt))
+        return served.encode(prompt, body.name(f"prompt[{index}]"))
     if isinstance(prompt, list) and is_ids(prompt):
         return tuple(prompt)
     raise body.refuse(f"prompt[{index}]", "is neither a text nor a list of token ids")

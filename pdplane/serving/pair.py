@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import resources
 from typing import Any, NoReturn
 
@@ -20,14 +21,16 @@ import attrs
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from pdplane.ids import new_room
-from pdplane.serving.errors import error_body
+from pdplane.errors import PdplaneError
+from pdplane.ids import Endpoint, new_room
+from pdplane.serving.errors import body_of, error_body, status_of
+from pdplane.serving.fields import parse
 from pdplane.serving.members import Member, Members, Role
+from pdplane.serving.reading import DEFAULT_BODY, GoOn, Readers, take_body
 from pdplane.serving.request_log import CLIENT_LEFT, REQUEST_ID, RequestLine, add_id, id_of
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY = 64 << 20
 OTHER_HALF_S = 0.5
 """How long a failure waits for the other half's reason, which may say more."""
 _CONNECT_S = 5.0
@@ -71,7 +74,7 @@ class Denied(Exception):
 def pair_app(members: Members, options: PairOptions, session: Callable[[], aiohttp.ClientSession]) -> web.Application:
     """Return the application; `session` returns the client session of the loop that serves it."""
     routes = _PairRoutes(members, options, session)
-    app = web.Application(client_max_size=MAX_BODY, middlewares=[routes.guarded])
+    app = web.Application(middlewares=[routes.guarded])
     app.on_response_prepare.extend((add_id, routes.add_headers))
     for path in _FORWARDED:
         app.router.add_post(path, routes.forward)
@@ -88,6 +91,7 @@ class _PairRoutes:
     def __init__(self, members: Members, options: PairOptions, session: Callable[[], aiohttp.ClientSession]) -> None:
         self._members, self._options, self._session = members, options, session
         self._running = 0
+        self._readers = Readers()
 
     async def checking(self, _app: web.Application) -> AsyncIterator[None]:
         """Check the members while the application runs."""
@@ -191,26 +195,36 @@ class _PairRoutes:
 
     async def _forwarded(self, request: web.Request, line: RequestLine) -> web.StreamResponse:
         """Send a request to a pair, and to another one when a daemon of it cannot be reached."""
-        body = self._read(await request.read(), request.path)
         if self._running >= self._options.max_requests:
             raise Denied.of(429, f"{self._running} requests are running already", again=True)
-        unreachable: set[str] = set()
         self._running += 1
         try:
+            nbytes, body = await self._taken(request)
+            unreachable: set[str] = set()
             while True:
                 pair = _Pair(
                     self._chosen("prefill", frozenset(unreachable)), self._chosen("decode", frozenset(unreachable))
                 )
                 line.facts |= {"prefill": pair.prefill.url, "decode": pair.decode.url}
-                exchange = _Exchange(request, body, pair, self._session(), self._options.keepalive_s, line)
+                room = line.facts["rooms"] = new_room()
+                asked = await self._readers.run(nbytes, partial(_addressed, body, pair.prefill.bootstrap, room))
+                exchange = _Exchange(request, body, asked, pair, self._session(), self._options.keepalive_s, line)
                 try:
                     with pair.counted():
                         return await exchange.run()
                 except Unreachable as error:
                     error.member.leave(str(error))
                     unreachable.add(error.member.url)
+        except PdplaneError as error:
+            raise Denied(status_of(error), body_of(error), again=status_of(error) == 503) from error
         finally:
             self._running -= 1
+
+    async def _taken(self, request: web.Request) -> tuple[int, dict[str, Any]]:
+        """Return how long a body is, and what it says."""
+        longest = max((member.longest_body for member in self._members), default=DEFAULT_BODY)
+        data = await take_body(request, longest)
+        return len(data), await self._readers.run(len(data), lambda _go_on: self._read(data, request.path))
 
     def _chosen(self, role: Role, but: frozenset[str]) -> Member:
         member = self._members.choose(role, but)
@@ -219,12 +233,7 @@ class _PairRoutes:
         return member
 
     def _read(self, data: bytes, path: str) -> dict[str, Any]:
-        try:
-            body = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise Denied.of(400, f"the body is no JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise Denied.of(400, "the body must be a JSON object")
+        body = parse(data)
         for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room"):
             if name in body:
                 raise Denied.of(400, f"{name} is given by this server; leave it out")
@@ -275,6 +284,7 @@ class _Exchange:
 
     request: web.Request
     body: Mapping[str, Any]
+    asked: bytes
     pair: _Pair
     session: aiohttp.ClientSession
     keepalive_s: float
@@ -284,16 +294,8 @@ class _Exchange:
 
     async def run(self) -> web.StreamResponse:
         """Answer the client. Raises Unreachable or Denied, and then nothing was sent."""
-        rendezvous, room = self.pair.prefill.bootstrap, new_room()
-        self.line.facts["rooms"] = room
-        asked = {
-            **self.body,
-            "bootstrap_host": rendezvous.host,
-            "bootstrap_port": rendezvous.port,
-            "bootstrap_room": room,
-        }
-        prefill = asyncio.create_task(self._prefill(asked))
-        decode = asyncio.create_task(self._post(self.pair.decode, asked))
+        prefill = asyncio.create_task(self._prefill())
+        decode = asyncio.create_task(self._post(self.pair.decode))
         lost = [asyncio.create_task(member.lost.wait()) for member in (self.pair.prefill, self.pair.decode)]
         try:
             return await self._answer(prefill, decode, lost)
@@ -405,20 +407,20 @@ class _Exchange:
             await self.out.prepare(self.request)
         return self.out
 
-    async def _prefill(self, asked: Mapping[str, Any]) -> None:
+    async def _prefill(self) -> None:
         """Run prefill's half, of whose answer only a failure matters."""
-        response = await self._post(self.pair.prefill, asked)
+        response = await self._post(self.pair.prefill)
         async with response:
             if response.status != 200:
                 raise await _refusal_in(response, "prefill")
             await response.read()
 
-    async def _post(self, member: Member, asked: Mapping[str, Any]) -> aiohttp.ClientResponse:
-        headers = {REQUEST_ID: id_of(self.request)}
+    async def _post(self, member: Member) -> aiohttp.ClientResponse:
+        headers = {REQUEST_ID: id_of(self.request), "Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         try:
             response = await self.session.post(
-                f"{member.url}{self.request.path}", json=asked, headers=headers, timeout=timeout
+                f"{member.url}{self.request.path}", data=self.asked, headers=headers, timeout=timeout
             )
         except aiohttp.ClientConnectorError as error:
             raise Unreachable(member, error) from error
@@ -426,6 +428,16 @@ class _Exchange:
             raise Denied.of(502, f"{member.role} at {member.url}: {str(error) or type(error).__name__}") from error
         self.responses.append(response)
         return response
+
+
+def _addressed(body: Mapping[str, Any], rendezvous: Endpoint, room: int, _go_on: GoOn) -> bytes:
+    """Return the body that both daemons get, with a new room and the address of prefill's rendezvous."""
+    place = {
+        "bootstrap_host": rendezvous.host,
+        "bootstrap_port": rendezvous.port,
+        "bootstrap_room": room,
+    }
+    return json.dumps({**body, **place}).encode()
 
 
 async def _refusal_in(response: aiohttp.ClientResponse, role: Role) -> Denied:

@@ -30,11 +30,11 @@ from pdplane.serving.fields import BadField
 from pdplane.serving.metrics import Metrics
 from pdplane.serving.openai import OpenaiCompletions
 from pdplane.serving.openai_chat import OpenaiChat
+from pdplane.serving.reading import Readers
 from pdplane.serving.request_log import CLIENT_LEFT, RequestLine, add_id
 from pdplane.serving.sglang import Sglang
 
 DEFAULT_BOOTSTRAP_PORT = 8998
-MAX_BODY = 64 << 20
 DIALECTS: tuple[Dialect, ...] = (Sglang(), OpenaiChat(), OpenaiCompletions())
 
 Opening: TypeAlias = Callable[[Exchange], Awaitable[Sequence[Piece]]]
@@ -55,20 +55,22 @@ class Half:
 
 def app_of(half: Half) -> web.Application:
     """Return the application, for the process's HttpThread."""
-    app = web.Application(client_max_size=MAX_BODY, middlewares=[json_errors])
+    app = web.Application(middlewares=[json_errors])
     app.on_response_prepare.append(add_id)
-    metrics = Metrics(half.node, half.role)
+    metrics, readers = Metrics(half.node, half.role), Readers()
     AboutRoutes(half.node, half.role, metrics).add_to(app)
     for dialect in DIALECTS:
         for path in dialect.paths:
-            app.router.add_post(path, partial(_answer, half, metrics, dialect))
+            app.router.add_post(path, partial(_answer, half, metrics, readers, dialect))
     return app
 
 
-async def _answer(half: Half, metrics: Metrics, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+async def _answer(
+    half: Half, metrics: Metrics, readers: Readers, dialect: Dialect, request: web.Request
+) -> web.StreamResponse:
     line = RequestLine(request)
     try:
-        return line.answered(await _answered(half, metrics, dialect, request, line))
+        return line.answered(await _answered(half, metrics, readers, dialect, request, line))
     except asyncio.CancelledError:
         line.end = CLIENT_LEFT if half.node.ready else Cause.CLOSING.value
         raise
@@ -78,13 +80,13 @@ async def _answer(half: Half, metrics: Metrics, dialect: Dialect, request: web.R
 
 
 async def _answered(
-    half: Half, metrics: Metrics, dialect: Dialect, request: web.Request, line: RequestLine
+    half: Half, metrics: Metrics, readers: Readers, dialect: Dialect, request: web.Request, line: RequestLine
 ) -> web.StreamResponse:
     try:
         if not half.node.ready:
             raise LocalProtocolError(f"this {half.role} node is not ready", Cause.CLOSING)
         served = Served.of(half.node, half.bootstrap_port)
-        asked = await read(dialect, request, served)
+        asked = await read(dialect, request, served, readers)
         exchange = Exchange(dialect, asked, served, metrics)
         line.facts |= exchange.asked_facts()
         exchange.begin(half.begin)

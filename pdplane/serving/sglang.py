@@ -120,7 +120,7 @@ def _prompt(body: Fields, served: Served) -> tuple[tuple[int, ...], Any]:
         conversation = read_conversation(body, served)
         return conversation.tokens, conversation.tools
     text = body.text("text", 1 << 26)
-    return tuple(served.tokenizer.encode(text)) if text else (), None
+    return served.encode(text, "text") if text else (), None
 
 
 def _max_tokens(body: Fields, settings: Fields) -> int | None:

@@ -346,6 +346,7 @@ class ToyTokenizer:
     """A token is a UTF-8 byte; byte 0 is EOS."""
 
     eos_ids: frozenset[int] = frozenset({EOS})
+    longest_token: int = 1
 
     def encode(self, text: str) -> list[int]:
         """Return the text's bytes."""
@@ -358,6 +359,7 @@ class ToyTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
         roles: Mapping[str, str] | None = None,
+        check: Callable[[str], None] = lambda _text: None,
     ) -> list[int]:
         """Return each message's role and content on a line, the rest as JSON, then the assistant's beginning."""
         lines = [
@@ -367,7 +369,9 @@ class ToyTokenizer:
             role = message["role"]
             lines.append(f"{(roles or {}).get(role, role)}: {message['content']}\n")
             lines += [f"{key}: {json.dumps(value)}\n" for key, value in message.items() if key not in _SAID]
-        return self.encode("".join(lines) + "assistant: ")
+        text = "".join(lines) + "assistant: "
+        check(text)
+        return self.encode(text)
 
     def detokenizer(self, *, marks: bool = False) -> ToyDetokenizer:
         """Return a detokenizer for one new sequence; it has no marks."""

@@ -65,3 +65,15 @@ def test_threads_share_a_tokenizer(tokenizer: MlxTokenizer) -> None:
 
     with ThreadPoolExecutor(4) as executor:
         assert all(executor.map(round_trip, range(80)))
+
+
+def test_a_conversation_is_bounded_before_it_becomes_tokens(tokenizer: MlxTokenizer) -> None:
+    shown = list[str]()
+    tokenizer.apply_chat([{"role": "user", "content": "hi"}], check=shown.append)
+    assert shown == ["user: hi\nassistant: "]
+    with pytest.raises(ConfigError, match="become more than"):
+        tokenizer.apply_chat([{"role": "user", "content": "x" * 100_000}] * 400)
+
+
+def test_no_token_is_longer_than_the_longest(tokenizer: MlxTokenizer) -> None:
+    assert tokenizer.longest_token == max(len(tokenizer.spell(token)) for token in range(tokenizer.vocab_size))
