@@ -92,6 +92,12 @@ class Pages:
             pages = self._views[field_id(leaf, tensor)]
             pages[blocks[STATE][0] - 1] = bits_of(tensors[tensor.name]).reshape(tensor.shape)
 
+    def cut_passing(self, leaf: Leaf, cache: Cache, blocks: Blocks, tokens: range, length: int) -> None:
+        """Copy what a state holds of the last `tokens` that it has seen and may lose before the prompt's end.
+
+        A snapshot is whole at the end, so here nothing is.
+        """
+
     def history(self, leaf: Leaf) -> Mapping[str, Numbers]:
         """Return pages of shape (blocks, heads, tokens, width) by tensor name."""
         return {tensor.name: self._views[field_id(leaf, tensor)] for tensor in carried(leaf)}

@@ -81,7 +81,7 @@ class MlxPrefillEngine(MlxEngine):
         forward = Forward(self.opened.model, self.options)
         kept, reused = self._caches.take(prompt) if self._caches else (None, 0)
         on_reused(reused)
-        tap = Tap(self._leaves_by_step(), self.opened.pages, blocks, on_step, self.options)
+        tap = Tap(self._leaves_by_step(), self.opened.pages, blocks, on_step, self.options, len(prompt))
         if kept is not None:
             forward.caches[:] = kept
         tap.attach(forward.caches, self._count_chunks(len(prompt) - reused))
@@ -94,7 +94,7 @@ class MlxPrefillEngine(MlxEngine):
                 yield
         row = forward.step(mx.array(prompt[-1]), Sampler(sampling, prompt, self.kept))
         token = row.read(keep_row=keep_row)
-        tap.finish(forward.caches, len(prompt))
+        tap.finish(forward.caches)
         if self._caches:
             self._caches.keep(prompt, forward.caches)
         return token

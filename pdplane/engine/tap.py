@@ -84,8 +84,9 @@ _MAX_PARTS = 256  # the most pushes of one prompt, whatever its chunks and layer
 class Tap:
     """The pages of one prompt that leave while it is computed; used on the MLX thread.
 
-    `begin` before each chunk, `end` after it, `finish` after the prompt's last token. Each (step, token)
-    of a history is reported once. `leaves` come with their layout steps, in whose order they are reported at the end.
+    `begin` before each chunk, `end` after it, `finish` after the last token of the prompt, which has `length`. Each
+    (step, token) of a history is reported once. `leaves` come with their layout steps, in whose order they are reported
+    at the end.
     """
 
     def __init__(
@@ -95,10 +96,13 @@ class Tap:
         blocks: Blocks,
         on_step: OnStep,
         options: EngineOptions,
+        length: int,
     ) -> None:
         self._steps, self._leaves = [step for step, _ in leaves], [leaf for _, leaf in leaves]
         self._pages, self._blocks = pages, blocks
         self._on_step, self._options = on_step, options
+        self._length, self._held, self._holds = length, 0, 0
+        self._states = [leaf for leaf in self._leaves if not leaf.kind.is_history]
         self._block_tokens, self.interval = options.block_tokens, options.layerwise_interval
         self._lag = queue_depth()
         self._history = [number for number, leaf in enumerate(self._leaves) if leaf.kind.is_history]
@@ -127,13 +131,17 @@ class Tap:
 
     def begin(self, goal: int) -> None:
         """Begin a chunk, after which the caches hold `goal` tokens."""
+        self._holds = goal
         if self.interval and goal // self._block_tokens > self._done // self._block_tokens:
             self._goal = goal
             self._unseen = set(self._history)
             self._missing = Counter(self._steps[number] for number in self._history)
 
     def end(self, caches: Sequence[Cache]) -> None:
-        """End a chunk: report what it completes and is not reported yet."""
+        """End a chunk: cut what states would lose, and report what it completes and is not reported yet."""
+        passing, self._held = range(self._held, self._holds), self._holds
+        for leaf in self._states:
+            self._pages.cut_passing(leaf, leaf.find(caches), self._blocks, passing, self._length)
         if self._goal is None:
             return
         while self._pending:
@@ -144,8 +152,9 @@ class Tap:
         self._tell()
         self._done, self._goal = self._goal, None
 
-    def finish(self, caches: Sequence[Cache], length: int) -> None:
-        """End the prompt of `length` tokens: cut and report the rest."""
+    def finish(self, caches: Sequence[Cache]) -> None:
+        """End the prompt: cut and report the rest."""
+        length = self._length
         rows = range(self._whole(self._done), length)
         for leaf in self._leaves:
             self._pages.cut(leaf, leaf.find(caches), self._blocks, rows)

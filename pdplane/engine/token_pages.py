@@ -14,17 +14,16 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from pdplane.engine.caches import Leaf, Tensor, walk
 from pdplane.engine.layout import fit_arena
 from pdplane.engine.options import EngineOptions
-from pdplane.engine.pages import Blocks, Pages, cut_rows, join_rows, view_pages
+from pdplane.engine.pages import Blocks, Pages, join_rows, view_pages
 from pdplane.engine.untyped import Cache
 from pdplane.engine.views import Buffer, Numbers, bits_of, carrier, layout_dtype
 from pdplane.errors import ConfigError, InternalError
-from pdplane.ids import FieldId
+from pdplane.ids import FieldId, GroupId
 from pdplane.kv.arena import Arena
 from pdplane.kv.layout import GroupSpec, Layout
 from pdplane.kv.manifest import logical_slots
 from pdplane.kv.planning import (
     FULL,
-    SLIDING,
     AttentionLayer,
     CacheLayer,
     LatentLayer,
@@ -137,6 +136,7 @@ _FIELDS = {"k": key_field, "v": value_field, "ring_k": key_field, "ring_v": valu
 class _Store:
     """Where one leaf's tensors lie in the pages: views of shape (blocks, heads, tokens, width) by tensor name."""
 
+    group_id: GroupId
     field_id: FieldId
     views: Mapping[str, Numbers]
 
@@ -159,14 +159,27 @@ class TokenPages(Pages):
     def first_field(self, leaf: Leaf) -> FieldId:
         return self._stores[leaf.layer].field_id
 
-    def _cut_state(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
-        """Copy a ring after `length` tokens into its blocks.
+    def cut_passing(self, leaf: Leaf, cache: Cache, blocks: Blocks, tokens: range, length: int) -> None:
+        """Copy the rows of a ring that the prompt's last window and the blocks around it need.
 
-        It holds its window only, so a first block's places for earlier tokens become zeros.
+        A ring holds a window; the first block that is sent may begin before it, and a legacy decode that reuses the
+        block reads those rows too. So each chunk leaves its rows here while the ring has them.
         """
+        rows = range(max(tokens.start, self._first_token(leaf, length)), tokens.stop)
+        if not rows:
+            return
+        ids = blocks[self._stores[leaf.layer].group_id]
         for name, pages in self._stores[leaf.layer].views.items():
-            source = bits_of(cache.keys if name == "ring_k" else cache.values)
-            self._cut_ring(source[0], pages, leaf, blocks, length)
+            source = _newest(cache, cache.keys if name == "ring_k" else cache.values, len(rows))
+            _put_rows(bits_of(source)[0], pages, ids, rows.start - self._first_token(leaf, length))
+
+    def _cut_state(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
+        """Copy the last token's rows, and fill the rest of its pages with zeros; the others are there already."""
+        self.cut_passing(leaf, cache, blocks, range(length - 1, length), length)
+        store = self._stores[leaf.layer]
+        for pages in store.views.values():
+            if rest := length % pages.shape[2]:
+                pages[blocks[store.group_id][-1] - 1][:, rest:] = 0
 
     def history(self, leaf: Leaf) -> Mapping[str, Numbers]:
         return self._stores[leaf.layer].views
@@ -179,26 +192,16 @@ class TokenPages(Pages):
         views = self._stores[leaf.layer].views
         ring = ring_of(length, cache.max_size, self._step_size)
         tensor_of = {tensor.name: tensor for tensor in leaf.tensors}
-        cache.keys = self._join_ring(views["ring_k"], tensor_of["ring_k"], blocks, length)
-        cache.values = self._join_ring(views["ring_v"], tensor_of["ring_v"], blocks, length)
+        cache.keys = self._join_ring(views["ring_k"], leaf, tensor_of["ring_k"], blocks, length)
+        cache.values = self._join_ring(views["ring_v"], leaf, tensor_of["ring_v"], blocks, length)
         cache.offset, cache._idx = length, ring.index
 
-    def _cut_ring(self, source: Numbers, pages: Numbers, leaf: Leaf, blocks: Blocks, length: int) -> None:
-        first = self._first_token(length)
-        tokens = ring_of(length, _window(leaf), self._step_size).tokens
-        if len(tokens) != source.shape[1]:
-            raise InternalError(f"a ring of {source.shape[1]} rows stands where {len(tokens)} were expected")
-        rows = np.flatnonzero(tokens >= first)
-        ordered = np.zeros((source.shape[0], length - first, source.shape[2]), source.dtype)
-        ordered[:, tokens[rows] - first] = source[:, rows]
-        cut_rows(ordered, pages, blocks[SLIDING], range(length - first))
-
-    def _join_ring(self, pages: Numbers, tensor: Tensor, blocks: Blocks, length: int) -> mx.array:
-        first = self._first_token(length)
+    def _join_ring(self, pages: Numbers, leaf: Leaf, tensor: Tensor, blocks: Blocks, length: int) -> mx.array:
+        first = self._first_token(leaf, length)
         _, heads, window, width = tensor.shape
         tokens = ring_of(length, window, self._step_size).tokens
         ordered = np.zeros((heads, length - first, width), carrier(tensor.dtype))
-        ids = np.asarray(blocks[SLIDING], np.int64)
+        ids = np.asarray(blocks[self._stores[leaf.layer].group_id], np.int64)
         join_rows(pages, ordered, ids, np.arange(len(ids)), length - first)
         buffer = Buffer((1, heads, len(tokens), width), tensor.dtype)
         # The window's oldest token is not sent where a block ends with it: the next token overwrites it unread.
@@ -206,20 +209,37 @@ class TokenPages(Pages):
         buffer.view[0][:, rows] = ordered[:, tokens[rows] - first]
         return buffer.take()
 
-    def _first_token(self, length: int) -> int:
-        """Return the first token of the first block that the sliding group transfers."""
-        spec: GroupSpec = self._specs[SLIDING]
+    def _first_token(self, leaf: Leaf, length: int) -> int:
+        """Return the first token of the first block that the ring's group transfers."""
+        spec: GroupSpec = self._specs[self._stores[leaf.layer].group_id]
         slots = logical_slots(spec, 0, length)
         return slots.start * (spec.rows_per_page or 1)
 
 
-def _window(leaf: Leaf) -> int:
-    return next(tensor.shape[2] for tensor in leaf.tensors if tensor.name == "ring_k")
+def _newest(ring: Cache, tensor: mx.array, count: int) -> mx.array:
+    """Return the last `count` rows that a ring was given, oldest first."""
+    if count <= ring._idx:
+        return tensor[..., ring._idx - count : ring._idx, :]
+    ordered: mx.array = ring._temporal_order(tensor)
+    if ordered.shape[2] < count:
+        raise InternalError(f"a ring of {ordered.shape[2]} rows has lost some of the last {count}")
+    return ordered[..., -count:, :]
+
+
+def _put_rows(source: Numbers, pages: Numbers, ids: Sequence[int], start: int) -> None:
+    """Copy (heads, rows, width) into the pages of `ids`, from row `start` on; page by page, whatever their borders."""
+    step, done, total = pages.shape[2], 0, source.shape[1]
+    while done < total:
+        slot, place = divmod(start + done, step)
+        count = min(step - place, total - done)
+        pages[ids[slot] - 1][:, place : place + count] = source[:, done : done + count]
+        done += count
 
 
 def _store(layout: Layout, arena: Arena, leaf: Leaf) -> _Store:
     views = dict(_latent_views(layout, arena, leaf) if is_latent(leaf) else _views(layout, arena, leaf))
-    return _Store(latent_field(leaf.layer) if is_latent(leaf) else key_field(leaf.layer), views)
+    name = latent_field(leaf.layer) if is_latent(leaf) else key_field(leaf.layer)
+    return _Store(layout.field(name).group_id, name, views)
 
 
 def _views(layout: Layout, arena: Arena, leaf: Leaf) -> Iterator[tuple[str, Numbers]]:

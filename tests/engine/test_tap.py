@@ -112,7 +112,7 @@ def test_a_deep_model_keeps_its_bits(deep: Pair, interval: int) -> None:
 
 
 def test_long_prompts_are_told_in_a_bounded_number_of_parts(llama: Pair) -> None:
-    tap = Tap([(0, llama.prefill.opened.leaves[0])], llama.prefill.opened.pages, {}, _nothing, options("tiny:llama"))
+    tap = Tap([(0, llama.prefill.opened.leaves[0])], llama.prefill.opened.pages, {}, _nothing, options("tiny:llama"), 9)
     tap.attach([KVCache()], chunks=1000)
     assert tap.interval == 4
 
