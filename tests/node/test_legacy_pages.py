@@ -1,19 +1,28 @@
-"""MLX nodes in the legacy engines' page layout, over the legacy wire and Mooncake: the ids of one mlx-lm process."""
+"""MLX nodes in the legacy engines' page layout, over the legacy wire: ids of one mlx-lm process, whole pages."""
 
 from __future__ import annotations
 
+import contextlib
+
+import mlx.core as mx
+import numpy as np
 import pytest
+from mlx_lm.models.cache import RotatingKVCache
 
 from pdplane.api import DecodeRequest, PrefillRequest, Token
 from pdplane.engine.decode import MlxDecodeEngine
+from pdplane.engine.forward import Forward
+from pdplane.engine.model import Model
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.prefill import MlxPrefillEngine
 from pdplane.engine.reference import single_process
-from pdplane.ids import Room
+from pdplane.ids import Endpoint, FieldId, GroupId, Room
+from pdplane.kv.arena import Pool
+from pdplane.kv.manifest import blocks_needed, logical_slots
 from pdplane.node.decode import DecodeNode
 from pdplane.node.prefill import PrefillNode
 from pdplane.plane.config import DecodeConfig, PrefillConfig
-from pdplane.testing.legacy_peer import LegacyRendezvous
+from pdplane.testing.legacy_peer import LegacyDecode, LegacyRendezvous
 from tests.engine.pair import prompt_of
 from tests.mooncake_engine import needs_engine
 from tests.waiting import PATIENCE_S
@@ -47,3 +56,98 @@ def test_two_nodes_that_know_each_other_as_legacy_peers(model: str) -> None:
         finally:
             decode.close()
             prefill.close()
+
+
+GEMMA = EngineOptions("tiny:gemma3", prefill_step_size=24, block_tokens=16, arena_bytes=4 << 20, page_layout="nhd")
+WINDOW, SHARED = 32, 64
+
+
+class KeepingRing(RotatingKVCache):
+    """A ring that also keeps every row it was ever given, as a paged cache does."""
+
+    def __init__(self, max_size: int) -> None:
+        super().__init__(max_size)
+        self.given: list[tuple[mx.array, mx.array]] = []
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> object:
+        self.given.append((keys, values))
+        return super().update_and_fetch(keys, values)
+
+
+def computed(model: Model, prompt: tuple[int, ...]) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
+    """The last token's logits, and of every layer all rows of the prompt by suffix: (tokens, heads, width)."""
+    forward = Forward(model, GEMMA)
+    forward.caches[:] = [KeepingRing(WINDOW) if isinstance(c, RotatingKVCache) else c for c in forward.caches]
+    list(forward.prefill_chunks(prompt))
+    logits = forward.step(mx.array(prompt[-1])).read(keep_row=True)
+    rows = []
+    for cache in forward.caches:
+        both = (cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :])
+        if isinstance(cache, KeepingRing):
+            both = tuple(mx.concatenate(column, axis=2) for column in zip(*cache.given, strict=True))
+        rows.append({name: np.array(part[0]).swapaxes(0, 1) for name, part in zip("kv", both, strict=True)})
+    return logits.row, rows
+
+
+def resumed(model: Model, rows: list[dict[str, np.ndarray]], prompt: tuple[int, ...], done: int) -> np.ndarray:
+    """The last token's logits, computed from `done` rows that stand in delivered pages."""
+    forward = Forward(model, GEMMA)
+    for cache, found in zip(forward.caches, rows, strict=True):
+        start = done - WINDOW if isinstance(cache, RotatingKVCache) else 0
+        cache.keys, cache.values = (mx.array(found[name][start:done].swapaxes(0, 1))[None] for name in "kv")
+        cache.offset = done
+        if isinstance(cache, RotatingKVCache):
+            cache._idx = done - start
+    list(forward.prefill_chunks(prompt, done=done))
+    return forward.step(mx.array(prompt[-1])).read(keep_row=True).row
+
+
+def delivered(decode: LegacyDecode, blocks: dict[GroupId, list[int]], length: int) -> list[dict[str, np.ndarray]]:
+    """All rows in the pages of a legacy decode, by layer and suffix, at their tokens; NaN where nothing was sent."""
+    layout, rows = decode.layout, []
+    for layer in range(len(layout.fields) // 2):
+        rows.append({})
+        for name in "kv":
+            field = layout.field(FieldId(f"layer.{layer}.{name}"))
+            spec = next(spec for spec in layout.group_specs if spec.group_id == field.group_id)
+            slots, ids = logical_slots(spec, 0, length), np.array(blocks[field.group_id], np.uint64)
+            found = np.full((slots.stop, *field.shape), np.nan, np.float32)
+            for slot, offset in zip(slots, layout.page_offsets(field.field_id, ids).tolist(), strict=True):
+                page = decode.arena.bytes[offset : offset + field.payload_bytes]
+                found[slot] = page.view(np.float32).reshape(field.shape)
+            rows[-1][name] = found.reshape(-1, *field.shape[1:])
+    return rows
+
+
+def test_a_legacy_decode_gets_whole_pages_and_can_resume_from_them() -> None:
+    """A legacy scheduler reuses delivered pages for every prompt that begins alike, rows before the window too."""
+    engine = MlxPrefillEngine(GEMMA)
+    node = PrefillNode(engine, PrefillConfig(bootstrap_port=0))
+    with contextlib.closing(node):
+        node.start()
+        rendezvous = Endpoint("127.0.0.1", int(node.info()["bootstrap_port"]))
+        with LegacyDecode(engine.layout) as decode:
+            for length in (20, 33, 50, 70, 73, 74, 75, 97, 121):
+                check(engine, node, decode, rendezvous, length)
+
+
+def check(engine: MlxPrefillEngine, node: PrefillNode, decode: LegacyDecode, rendezvous: Endpoint, length: int) -> None:
+    prompt = tuple(prompt_of(length))
+    _, wanted = engine.thread.call(lambda: computed(engine.opened.model, prompt))
+    blocks = Pool(decode.layout).allocate(blocks_needed(decode.layout, length))
+    contact = decode.offer(rendezvous, length, blocks, prompt_len=length)
+    leg = node.prefill(PrefillRequest(Room(length), prompt))
+    decode.wait(length, contact)
+    leg.done.result(PATIENCE_S)
+    found = delivered(decode, blocks, length)
+    first = max(0, length - WINDOW + 1) // 16 * 16  # the token that a sliding layer's first page begins with
+    for layer, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        for name, rows in ours.items():
+            sent = ~np.isnan(rows[:length]).any(axis=(1, 2))
+            assert sent[first:].all(), (length, layer, name)
+            assert np.array_equal(rows[:length][sent], theirs[name][sent]), (length, layer, name)
+    if first <= SHARED - WINDOW and length > SHARED:
+        later = (*prompt[:SHARED], *prompt_of(6, seed=5))
+        fresh, _ = engine.thread.call(lambda: computed(engine.opened.model, later))
+        again = engine.thread.call(lambda: resumed(engine.opened.model, found, later, SHARED))
+        assert np.abs(again - fresh).max() < 1e-3, length
