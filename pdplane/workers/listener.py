@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import select
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint
 from pdplane.net import Acceptor, listen
 
+_SCRATCH_BYTES = 1 << 18
 _CHUNK_BYTES = 4 << 20  # one system call at most, so that the stall limit is a limit on progress
 _ENDED = "the peer closed the connection"
 
@@ -75,6 +77,27 @@ class BoundedSocket:
         self._socket.settimeout(within_s)
         first = self._received(memoryview(bytearray(1)))
         return memoryview(bytes(first) + bytes(self.read(count - 1)))
+
+    def skip(self, count: int) -> None:
+        """Read `count` bytes and drop them."""
+        scratch = memoryview(bytearray(min(count, _SCRATCH_BYTES)))
+        while count:
+            self._limit()
+            count -= len(self._received(scratch[:count]))
+
+    def has_left(self) -> bool:
+        """Return whether the peer has closed its side and nothing of it is left to read; never waits."""
+        with self._lock:
+            if self._closed or self._stopped:
+                return True
+            waiting = select.poll()
+            waiting.register(self._socket, select.POLLIN)
+            try:
+                return bool(waiting.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
 
     def write(self, *parts: bytes | bytearray | memoryview) -> None:
         """Send all the parts, none of which is copied."""

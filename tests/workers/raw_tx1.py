@@ -97,7 +97,8 @@ class RawCoordinator:
 class RawWorker:
     """A worker of the old kind, for one coordinator: knows no ids and no dtype but float16. Doubles every row."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 4) -> None:
+        self._capacity = capacity
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
         self.requests: list[dict[str, Any]] = []
@@ -120,9 +121,15 @@ class RawWorker:
 
     def _answer(self, kind: str, header: dict[str, Any], payload: bytes) -> tuple[str, object, bytes]:
         if kind == "hello":
-            return "hello_ack", {"host": "h", "num_layers": 2, "num_experts": 4, "cap": 4, "resident": {}}, b""
+            return (
+                "hello_ack",
+                {"host": "h", "num_layers": 2, "num_experts": 4, "cap": self._capacity, "resident": {}},
+                b"",
+            )
         if kind == "load":
             return "load_reply", {"loaded": 0, "resident": {}}, b""
+        if len({expert for _, expert in header["pairs"]}) > self._capacity:
+            raise ConnectionError("more experts than slots")  # as recorded: no reply, the line ends
         rows = np.frombuffer(payload, np.float16).reshape(header["rows"], header["dim"])
         results = rows[[row for row, _ in header["pairs"]]] * np.float16(2)
         return "exec_reply", {"layer": header["layer"], "n": len(results), "exec_ms": 1.5}, results.tobytes()

@@ -7,15 +7,19 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import attrs
+import numpy as np
 import pytest
 
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
+from pdplane.workers.cache.model import Left, PrefilledCache, TextRun
 from pdplane.workers.cache.worker import CacheWorker, CacheWorkerOptions
 from pdplane.workers.cache.wp30 import Wp30Client, Wp30Limits
+from tests.waiting import until
 from tests.workers.stub_receiver import FailingReceiver, StubReceiver
 from tests.workers.wp30_cases import SERVER, Case, deep_nesting
 
@@ -52,8 +56,16 @@ def recorded_client(worker: CacheWorker, header: object, payload: bytes = b"") -
 
 
 def exchange(raw: socket.socket, header: object, payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
+    _send(raw, header, payload)
+    return _reply(raw)
+
+
+def _send(raw: socket.socket, header: object, payload: bytes = b"") -> None:
     text = json.dumps(header).encode()
     raw.sendall(b"WP30" + struct.pack(">II", len(text), len(payload)) + text + payload)
+
+
+def _reply(raw: socket.socket) -> tuple[dict[str, Any], bytes]:
     magic, header_bytes, payload_bytes = struct.unpack(">4sII", _exactly(raw, 12))
     assert magic == b"WP30"
     reply = _exactly(raw, header_bytes).decode("ascii")
@@ -152,17 +164,73 @@ def test_shutdown_answers_ok_alone_and_ends_the_worker(worker: CacheWorker) -> N
         socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5)
 
 
-def test_lengths_are_limited_before_they_are_read() -> None:
+@pytest.mark.parametrize(
+    ("header", "payload_bytes", "says"),
+    [
+        (b'{"cmd":"' + b"x" * 91 + b'"}', 0, "a header of 101 bytes, allowed are 1..100"),
+        (b'{"cmd":"ping"}', 1001, "a payload of 1001 bytes, allowed are 1000"),
+        (b'{"cmd":"ping"}', 3 << 20, "a payload of 3145728 bytes, allowed are 1000"),
+    ],
+)
+def test_a_frame_over_the_limits_is_told_them_and_skipped(header: bytes, payload_bytes: int, says: str) -> None:
+    """A client that sends the whole frame before it reads, as recorded ones do, hears the limit and may go on."""
     options = CacheWorkerOptions(Wp30Limits(header_bytes=100, payload_bytes=1000))
     worker = CacheWorker(Endpoint("127.0.0.1", 0), StubReceiver(), options)
     worker.start()
     try:
-        for header_bytes, payload_bytes in ((101, 0), (2, 1001), (2**32 - 1, 2**32 - 1)):
-            with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as raw:
-                raw.sendall(b"WP30" + struct.pack(">II", header_bytes, payload_bytes))
-                _assert_closed(raw)
-        assert worker.statistics().malformed_frames == 3
-        assert recorded_client(worker, {"cmd": "ping"}, bytes(1000))[0]["payload_bytes"] == 1000
+        with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as raw:
+            raw.sendall(b"WP30" + struct.pack(">II", len(header), payload_bytes) + header + bytes(payload_bytes))
+            reply, _ = _reply(raw)
+            assert list(reply) == ["cmd", "recv_ms", "payload_bytes", "status", "error", "trace", "server_ms"]
+            assert reply["cmd"] == ("ping" if payload_bytes else None)
+            assert (reply["payload_bytes"], reply["error"]) == (payload_bytes, f"WireError: {says}")
+            assert exchange(raw, {"cmd": "ping"}, bytes(1000))[0]["payload_bytes"] == 1000
+        assert worker.statistics().malformed_frames == 1
+    finally:
+        worker.close()
+
+
+def test_the_limit_is_told_before_a_payload_comes(worker: CacheWorker) -> None:
+    with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as raw:
+        raw.sendall(b"WP30" + struct.pack(">II", 2**32 - 1, 2**32 - 1))
+        assert "allowed are 1..4194304" in _reply(raw)[0]["error"]
+
+
+class LongRun(StubReceiver):
+    """Whose model runs for as long as its client is there."""
+
+    def run_text(self, tokens: Sequence[int], max_tokens: int, left: Left) -> TextRun:
+        until(left, "the client to leave")
+        raise ConnectionAbortedError("the client left")
+
+
+def test_a_command_ends_when_its_client_leaves() -> None:
+    worker = CacheWorker(Endpoint("127.0.0.1", 0), LongRun())
+    worker.start()
+    try:
+        with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as raw:
+            _send(raw, {"cmd": "run_text", "token_ids": [1], "max_tokens": 2**31 - 1})
+            until(lambda: worker.statistics().connections == 1, "the connection")
+        until(lambda: worker.statistics().abandoned_commands == 1, "the command's end")
+        until(lambda: worker.statistics().connections == 0, "the connection's end")
+    finally:
+        worker.close()
+
+
+class HugeCache(StubReceiver):
+    """Whose cache no frame holds."""
+
+    def prefill_cache(self, tokens: Sequence[int], document_id: str, lossy: str, left: Left) -> PrefilledCache:
+        return attrs.evolve(super().prefill_cache(tokens, document_id, lossy, left), data=np.zeros(1 << 32, "u1").data)
+
+
+def test_a_cache_that_no_frame_holds_is_told() -> None:
+    worker = CacheWorker(Endpoint("127.0.0.1", 0), HugeCache())
+    worker.start()
+    try:
+        reply, payload = recorded_client(worker, {"cmd": "prefill_cache", "token_ids": [1]})
+        assert reply["error"].startswith("ValueError: the cache is too large: 4294967296 bytes")
+        assert payload == b""
     finally:
         worker.close()
 

@@ -10,6 +10,7 @@ import pytest
 
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.reference import single_process
+from pdplane.errors import SessionLost
 from pdplane.ids import Endpoint
 from pdplane.messages import hash_prompt
 from pdplane.workers.cache.codecs import LOSSLESS, is_installed
@@ -18,6 +19,7 @@ from pdplane.workers.cache.model import MlxCacheModel
 from pdplane.workers.cache.prefix import PrefixEngine
 from pdplane.workers.cache.worker import CacheWorker
 from pdplane.workers.cache.wp30 import Wp30Client
+from tests.waiting import until
 
 STEP = 16
 PREFIX = [(7 * n) % 300 + 2 for n in range(2 * STEP)]
@@ -101,6 +103,8 @@ def test_codecs_end_to_end(llama: Worker, codec: str) -> None:
         if codec != "q8":
             assert run.header["output_tokens"] == llama.alone([*PREFIX, *QUERY], 6)
         assert run.header["load_ms"] >= run.header["decompress_ms"]  # type: ignore[operator]
+        parts = sum(run.header[name] for name in ("load_ms", "ttft_ms", "decode_ms"))  # type: ignore[misc]
+        assert parts <= run.header["server_ms"]  # type: ignore[operator]  # none contains another
 
 
 def test_lossy_caches_are_taken_only_by_name(llama: Worker) -> None:
@@ -152,6 +156,16 @@ def test_tokens_that_cannot_work_are_told(llama: Worker, tokens: list[int]) -> N
             assert reply.header["status"] == "implementation_error"
             assert str(reply.failure).startswith("ConfigError: ")
         assert client.ping().failure is None
+
+
+def test_tokens_end_with_the_context_and_with_the_client(llama: Worker) -> None:
+    """max_tokens may be any number: a reply ends at the context, and nobody computes for a client that has left."""
+    long = (PREFIX * 128)[:4094]  # two tokens below the context
+    with llama.client() as client:
+        with llama.client() as leaving, pytest.raises(SessionLost):
+            leaving.call({"cmd": "run_text", "token_ids": long}, timeout_s=0.05)
+        until(lambda: llama.worker.statistics().abandoned_commands == 1, "the command's end")
+        assert 1 <= len(client.run_text(long, 2**31 - 1).header["output_tokens"]) <= 3  # type: ignore[arg-type]
 
 
 def test_many_clients_share_the_model(llama: Worker) -> None:

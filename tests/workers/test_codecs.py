@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,9 +46,18 @@ def test_damage_is_a_wire_error(codec: str) -> None:
             decode(codec, damaged, len(SAMPLE))
 
 
-def test_bytes_behind_a_stream_are_refused() -> None:
+@pytest.mark.parametrize("codec", [codec for codec in COMPRESSED if codec != "bp-zstd"])
+@pytest.mark.parametrize("data", [b"", b"a", bytes(1 << 20)])
+def test_bytes_behind_a_stream_are_refused(codec: str, data: bytes) -> None:
+    packed = bytes(encode(codec, data))
+    for more in (b"b", packed, bytes(70_000)):
+        with pytest.raises(WireError, match="follow"):
+            decode(codec, packed + more, 1 << 20)
+
+
+def test_bytes_behind_the_planes_are_refused() -> None:
     with pytest.raises(WireError, match="follow"):
-        decode("zlib", zlib.compress(b"a") + b"b", 10)
+        decode("bp-zstd", bytes(encode("bp-zstd", b"abcd")) + b"b", 10)
 
 
 @pytest.mark.parametrize("codec", ["zz", "q8", "", "ZLIB"])

@@ -330,8 +330,15 @@ def test_declared_lengths_are_limited(bench: Bench) -> None:
             client = small.hello()
             frame = client.frame("ping", {})
             client.write(frame[:12] + nbytes.to_bytes(8, "big"))
-            assert client.is_closed()
+            kind, told, _ = client.receive()
+            assert (kind, told["field"]) == ("error", "payload")
+            assert told["msg"] == f"a payload of {nbytes} bytes, allowed are 1000"
             client.close()
+        client = small.hello()
+        client.send("exec", EXEC, bytes(3 << 20))  # all of it, before the reply is read
+        assert client.receive()[1]["field"] == "payload"
+        assert client.is_closed()
+        client.close()
     finally:
         small.close()
 

@@ -27,7 +27,7 @@ from pdplane.workers.experts.store import FileStore, open_store
 from pdplane.workers.experts.switch import ExpertCall, RemoteSwitch
 from pdplane.workers.experts.tx1 import Tx1Limits, Tx1Token
 from pdplane.workers.experts.worker import ExpertWorker, ExpertWorkerOptions
-from tests.workers.raw_tx1 import TOKEN
+from tests.workers.raw_tx1 import TOKEN, RawWorker
 
 MODELS = ["qwen3_moe", "qwen3_moe-q4", "mixtral", "mixtral-q4"]
 PROMPT = [(7 * n) % 300 + 2 for n in range(50)]  # two chunks of sorted expert calls, then single tokens
@@ -135,6 +135,32 @@ def test_fewer_slots_than_experts_and_small_frames(name: str) -> None:
         experts.close()
         worker.close()
         trial.close()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_an_older_worker_is_asked_for_no_more_experts_than_it_holds(trial: Trial, *, grouped: bool) -> None:
+    """It loses the connection over a call that names more; ours splits such a call itself."""
+    worker = RawWorker(capacity=2)
+    experts = RemoteExperts([Endpoint("127.0.0.1", worker.port)], Tx1Token(TOKEN), QUICK)
+    width = 64
+    rows = np.arange(3 * width, dtype=np.float16).reshape(3, width) / 256
+    expert_of = np.array([0, 1, 1, 2, 3, 3, 3] if grouped else [3, 0, 2, 1, 3, 0, 2])
+    row_of = np.array([0, 1, 2, 0, 1, 2, 0])
+    call = ExpertCall(1, rows.view(np.uint16), "float16", row_of, expert_of, grouped=grouped)
+
+    def run() -> np.ndarray:
+        load_model(trial.name, prepare=experts.attach)
+        return experts.run(call)[0]
+
+    try:
+        bits = trial.thread.call(run)
+        assert np.array_equal(bits.view(np.float16), rows[row_of] * np.float16(2))
+        asked = [{expert for _, expert in header["pairs"]} for header in worker.requests if "pairs" in header]
+        assert asked == [{0, 1}, {2, 3}]
+        assert experts.statistics().lost == 0
+    finally:
+        experts.close()
+        worker.close()
 
 
 def save(name: str, folder: Path, *, single: bool = False) -> None:

@@ -30,6 +30,7 @@ LOSSLESS = ("none", "zlib", "lz4", "zstd", "bp-zstd")
 
 _LEVEL = 1
 _MAX_WIDTH = 8
+_ZSTD_SLICE = 1024
 
 Buffer = bytes | bytearray | memoryview
 _Untyped: TypeAlias = Any  # the codecs' modules ship no types
@@ -131,14 +132,28 @@ def _encode_zstd(data: Buffer, _width: int) -> Buffer:
 def _decode_zstd(data: Buffer, limit: int) -> Buffer:
     zstandard = _need("zstandard", "zstd")
     try:
-        declared = _checked_size(zstandard.frame_content_size(data), limit)  # -1 when the frame does not declare one
-        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-            found: bytes = reader.read((limit if declared < 0 else declared) + 1)
+        _checked_size(zstandard.frame_content_size(data), limit)  # -1 when the frame does not declare one
+        found, rest = _expand_zstd(zstandard.ZstdDecompressor().decompressobj(), memoryview(data), limit)
     except zstandard.ZstdError as error:
         raise _damaged("zstd", error) from None
-    if declared >= 0 and len(found) != declared:
-        raise _damaged("zstd", "the stream is cut short")
-    return _bounded(found, limit, b"")
+    return _bounded(found, limit, rest)
+
+
+def _expand_zstd(stream: _Untyped, data: memoryview, limit: int) -> tuple[bytes, bytes]:
+    """Return a frame's contents, or a little more than `limit` bytes of them, and what follows the frame.
+
+    Raises WireError for a frame that is cut short. The input goes in by slices, since a slice expands whole, by 32 MiB
+    at most.
+    """
+    parts, nbytes, done = [], 0, 0
+    while not stream.eof:
+        if done >= len(data):
+            raise _damaged("zstd", "the stream is cut short")
+        parts.append(stream.decompress(data[done : done + _ZSTD_SLICE]))
+        done, nbytes = done + _ZSTD_SLICE, nbytes + len(parts[-1])
+        if nbytes > limit:
+            return b"".join(parts), b""
+    return b"".join(parts), bytes(stream.unused_data) or bytes(data[done:])
 
 
 def _checked_size(declared: int, limit: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from typing import Protocol, TypeAlias, TypeVar
 
 import attrs
 
+from pdplane.engine.thread import Job
 from pdplane.errors import IncompatibleCache
 from pdplane.messages import hash_prompt
 from pdplane.workers.cache.codecs import LOSSY, expand, shrink
@@ -15,6 +17,11 @@ from pdplane.workers.cache.file import CacheFile, CacheManifest, decode_cache_fi
 from pdplane.workers.cache.prefix import Continuation, PrefixEngine
 
 Buffer = bytes | bytearray | memoryview
+Left: TypeAlias = Callable[[], bool]
+"""Whether the client that waits has left; then its command ends."""
+
+_LOOK_S = 0.2  # between two looks whether the client is still there
+_T = TypeVar("_T")
 
 
 @attrs.frozen
@@ -31,7 +38,11 @@ class TextRun:
 
 @attrs.frozen
 class CacheRun:
-    """A saved prefix, continued; `load_ms` leaves out the codec's time."""
+    """A saved prefix, continued.
+
+    `load_ms` is the time until the cache is in place, waiting for the model included and the codec's left out;
+    `ttft_ms` is the time from then to the first token.
+    """
 
     text: str
     load_ms: float
@@ -53,7 +64,10 @@ class PrefilledCache:
 
 
 class CacheModel(Protocol):
-    """A model behind a cache worker; every method blocks and may be called by any thread."""
+    """A model behind a cache worker; every method blocks and may be called by any thread.
+
+    What runs the model raises ConnectionAbortedError once the client has `left`.
+    """
 
     @property
     def model_revision(self) -> str: ...
@@ -61,16 +75,16 @@ class CacheModel(Protocol):
     @property
     def config_hash(self) -> str: ...
 
-    def run_text(self, tokens: Sequence[int], max_tokens: int) -> TextRun: ...
+    def run_text(self, tokens: Sequence[int], max_tokens: int, left: Left) -> TextRun: ...
 
     def check_cache(self, data: Buffer, prefix_hash: str | None, lossy: str) -> CacheFile | None:
         """Read a cache before the query is looked at. Raises IncompatibleCache or WireError."""
 
-    def run_cache(self, file: CacheFile | None, query: Sequence[int], max_tokens: int) -> CacheRun: ...
+    def run_cache(self, file: CacheFile | None, query: Sequence[int], max_tokens: int, left: Left) -> CacheRun: ...
 
-    def prefill_cache(self, tokens: Sequence[int], document_id: str, lossy: str) -> PrefilledCache: ...
+    def prefill_cache(self, tokens: Sequence[int], document_id: str, lossy: str, left: Left) -> PrefilledCache: ...
 
-    def prefill_time(self, tokens: Sequence[int]) -> float: ...
+    def prefill_time(self, tokens: Sequence[int], left: Left) -> float: ...
 
 
 class MlxCacheModel:
@@ -87,8 +101,8 @@ class MlxCacheModel:
     def config_hash(self) -> str:
         return self._engine.identity.config_hash
 
-    def run_text(self, tokens: Sequence[int], max_tokens: int) -> TextRun:
-        run = self._engine.run(tokens, max_tokens).result()
+    def run_text(self, tokens: Sequence[int], max_tokens: int, left: Left) -> TextRun:
+        run = _result(self._engine.run(tokens, max_tokens), left)
         return TextRun(self._text(run), run.prefill_ms, run.ttft_ms, run.decode_ms, run.tokens, run.peak_bytes)
 
     def check_cache(self, data: Buffer, prefix_hash: str | None, lossy: str) -> CacheFile:
@@ -100,26 +114,27 @@ class MlxCacheModel:
             return CacheFile(theirs, expand(file.caches, lossy))
         return file
 
-    def run_cache(self, file: CacheFile | None, query: Sequence[int], max_tokens: int) -> CacheRun:
+    def run_cache(self, file: CacheFile | None, query: Sequence[int], max_tokens: int, left: Left) -> CacheRun:
         if file is None:
             raise IncompatibleCache("payload", "a cache", "nothing")
         began = time.perf_counter()
-        run = self._engine.resume(file.caches, file.manifest.token_count, query, max_tokens).result()
-        waited_ms = (time.perf_counter() - began) * 1000 - run.ttft_ms - run.decode_ms
+        run = _result(self._engine.resume(file.caches, file.manifest.token_count, query, max_tokens), left)
+        first_ms = run.ttft_ms - run.load_ms
+        load_ms = (time.perf_counter() - began) * 1000 - first_ms - run.decode_ms
         return CacheRun(
-            self._text(run), run.load_ms, max(waited_ms, 0.0) + run.ttft_ms, run.decode_ms, run.tokens,
-            file.tensor_bytes, run.peak_bytes,
+            self._text(run), max(load_ms, run.load_ms), first_ms, run.decode_ms, run.tokens, file.tensor_bytes,
+            run.peak_bytes,
         )  # fmt: skip
 
-    def prefill_cache(self, tokens: Sequence[int], document_id: str, lossy: str) -> PrefilledCache:
-        saved = self._engine.save(tokens).result()
+    def prefill_cache(self, tokens: Sequence[int], document_id: str, lossy: str, left: Left) -> PrefilledCache:
+        saved = _result(self._engine.save(tokens), left)
         caches = shrink(saved.caches, lossy) if lossy in LOSSY else saved.caches
         prefix_hash = hash_prompt(tokens)
         file = CacheFile(self._manifest(prefix_hash, document_id, len(tokens), lossy), caches)
         return PrefilledCache(encode_cache_file(file), prefix_hash, saved.prefill_ms, file.width)
 
-    def prefill_time(self, tokens: Sequence[int]) -> float:
-        return self._engine.prefill(tokens).result()
+    def prefill_time(self, tokens: Sequence[int], left: Left) -> float:
+        return _result(self._engine.prefill(tokens), left)
 
     def _text(self, run: Continuation) -> str:
         return self._engine.tokenizer.decode(run.tokens)
@@ -130,3 +145,12 @@ class MlxCacheModel:
             own.model_revision, own.config_hash, own.weight_hash, prefix_hash, document_id, token_count, own.dtype,
             own.mlx, own.mlx_lm, lossy,
         )  # fmt: skip
+
+
+def _result(job: Job[_T], left: Left) -> _T:
+    """Wait for a job; cancel it and raise ConnectionAbortedError when its client leaves."""
+    while not wait([job.future], _LOOK_S).done:
+        if left():
+            job.cancel()
+            raise ConnectionAbortedError("the client left before its reply")
+    return job.result()

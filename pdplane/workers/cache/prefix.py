@@ -122,7 +122,8 @@ class PrefixEngine:
         Raises ConfigError at once for tokens that cannot work.
         """
         prompt = self._checked(tokens, 0, max_tokens)
-        return self.thread.submit(lambda: self._generate(prompt, max_tokens, None, on_token))
+        most = self._most(len(prompt), max_tokens)
+        return self.thread.submit(lambda: self._generate(prompt, most, None, on_token))
 
     def save(self, tokens: Sequence[int]) -> Job[SavedPrefix]:
         """Run a prefix and save its caches. Raises ConfigError at once for tokens that cannot work."""
@@ -143,7 +144,8 @@ class PrefixEngine:
         """
         prompt = self._checked(query, token_count, max_tokens)
         check_caches(saved, self._sample, token_count)
-        return self.thread.submit(lambda: self._generate(prompt, max_tokens, tuple(saved)))
+        most = self._most(token_count + len(prompt), max_tokens)
+        return self.thread.submit(lambda: self._generate(prompt, most, tuple(saved)))
 
     def _open(self, progress: Progress) -> None:
         model = load_model(self.options.model, seed=self.options.seed, progress=progress, prepare=self._prepare)
@@ -169,6 +171,11 @@ class PrefixEngine:
         if context is not None and before + len(tokens) > context:
             raise ConfigError(f"{before + len(tokens)} tokens do not fit in the model's context of {context}")
         return tuple(tokens)
+
+    def _most(self, length: int, max_tokens: int) -> int:
+        """Return how many tokens may follow: one beyond the context, since the last one is never run."""
+        context = self.model.context_length
+        return max_tokens if context is None else min(max_tokens, context - length + 1)
 
     def _save(self, prefix: tuple[int, ...]) -> Turns[SavedPrefix]:
         forward, clock = Forward(self.model, self.options), _Clock()

@@ -16,9 +16,19 @@ from pdplane.ids import Endpoint
 from pdplane.net import Json
 from pdplane.workers.cache import codecs
 from pdplane.workers.cache.codecs import LOSSY
-from pdplane.workers.cache.model import CacheModel
+from pdplane.workers.cache.model import CacheModel, Left
 from pdplane.workers.cache.prefix import PrefixEngine
-from pdplane.workers.cache.wp30 import PREFIX_BYTES, Frame, Wp30Limits, read_frame, send_frame
+from pdplane.workers.cache.wp30 import (
+    MAX_LENGTH,
+    PREFIX_BYTES,
+    UNLIMITED,
+    Frame,
+    Wp30Limits,
+    decode_header,
+    decode_prefix,
+    read_frame,
+    send_frame,
+)
 from pdplane.workers.listener import BoundedSocket, Listener
 
 DEFAULT_MAX_TOKENS = 48
@@ -41,7 +51,7 @@ class Commands:
     def __init__(self, receiver: CacheModel, expanded_bytes: int) -> None:
         self._receiver = receiver
         self._expanded_bytes = expanded_bytes
-        self._table: Mapping[str, Callable[[Frame], Reply]] = {
+        self._table: Mapping[str, Callable[[Frame, Left], Reply]] = {
             "ping": self._ping,
             "run_text": self._run_text,
             "run_cache": self._run_cache,
@@ -50,53 +60,62 @@ class Commands:
             "shutdown": _refuse_shutdown,
         }
 
-    def run(self, frame: Frame) -> Reply:
-        """Answer one frame. Raises IncompatibleCache, and ValueError, TypeError, KeyError or a PdplaneError."""
+    def run(self, frame: Frame, left: Left) -> Reply:
+        """Answer one frame.
+
+        Raises IncompatibleCache, and ValueError, TypeError, KeyError or a PdplaneError; ConnectionAbortedError when the
+        client has left meanwhile.
+        """
         name = frame.header.get("cmd")
         command = self._table.get(name) if isinstance(name, str) else None
-        return Reply({"error": "unknown cmd"}) if command is None else command(frame)
+        return Reply({"error": "unknown cmd"}) if command is None else command(frame, left)
 
-    def _ping(self, _frame: Frame) -> Reply:
+    def _ping(self, _frame: Frame, _left: Left) -> Reply:
         receiver = self._receiver
         return Reply({"model_revision": receiver.model_revision, "config_hash": receiver.config_hash})
 
-    def _run_text(self, frame: Frame) -> Reply:
-        run = self._receiver.run_text(_tokens(frame, "token_ids"), _max_tokens(frame))
+    def _run_text(self, frame: Frame, left: Left) -> Reply:
+        run = self._receiver.run_text(_tokens(frame, "token_ids"), _max_tokens(frame), left)
         return Reply({
             "text": run.text, "prefill_ms": run.prefill_ms, "ttft_ms": run.ttft_ms, "decode_ms": run.decode_ms,
             "output_tokens": list(run.tokens), "peak_bytes": run.peak_bytes,
         })  # fmt: skip
 
-    def _run_cache(self, frame: Frame) -> Reply:
+    def _run_cache(self, frame: Frame, left: Left) -> Reply:
         codec, lossy = _codec(frame)
         began = time.perf_counter()
         data = codecs.decode(codec, frame.payload, self._expanded_bytes)
         decompress_ms = _since(began)
         file = self._receiver.check_cache(data, _prefix_hash(frame), lossy)
         checked_ms = _since(began)
-        run = self._receiver.run_cache(file, _tokens(frame, "query_ids"), _max_tokens(frame))
+        run = self._receiver.run_cache(file, _tokens(frame, "query_ids"), _max_tokens(frame), left)
         return Reply({
             "status": "success", "text": run.text, "decompress_ms": decompress_ms, "load_ms": checked_ms + run.load_ms,
-            "ttft_ms": checked_ms + run.ttft_ms, "decode_ms": run.decode_ms, "output_tokens": list(run.tokens),
+            "ttft_ms": run.ttft_ms, "decode_ms": run.decode_ms, "output_tokens": list(run.tokens),
             "cache_tensor_bytes": run.tensor_bytes, "peak_bytes": run.peak_bytes,
         })  # fmt: skip
 
-    def _prefill_cache(self, frame: Frame) -> Reply:
+    def _prefill_cache(self, frame: Frame, left: Left) -> Reply:
         tokens = _tokens(frame, "token_ids")
         codec, lossy = _codec(frame)
-        found = self._receiver.prefill_cache(tokens, _text(frame, "document_id", "?"), lossy)
+        found = self._receiver.prefill_cache(tokens, _text(frame, "document_id", "?"), lossy, left)
         began = time.perf_counter()
         payload = codecs.encode(codec, found.data, found.width)
+        if len(payload) > MAX_LENGTH:
+            raise ValueError(
+                f"the cache is too large: {len(payload)} bytes, and a frame holds {MAX_LENGTH}; "
+                "ask for a codec or a shorter prefix"
+            )
         header: dict[str, Json] = {
             "prefill_ms": found.prefill_ms, "serialize_ms": _since(began), "prefix_hash": found.prefix_hash,
         }  # fmt: skip
         return Reply(header, payload, timed=False)
 
-    def _prefill_time(self, frame: Frame) -> Reply:
-        return Reply({"prefill_ms": self._receiver.prefill_time(_tokens(frame, "token_ids"))})
+    def _prefill_time(self, frame: Frame, left: Left) -> Reply:
+        return Reply({"prefill_ms": self._receiver.prefill_time(_tokens(frame, "token_ids"), left)})
 
 
-def _refuse_shutdown(_frame: Frame) -> Reply:
+def _refuse_shutdown(_frame: Frame, _left: Left) -> Reply:
     raise ValueError("shutdown is for clients on this machine")
 
 
@@ -150,8 +169,9 @@ def _since(began: float) -> float:
 # ---- The worker
 #
 # Each connection has a thread that reads a frame, answers it and reads the next; commands that need the model wait
-# there for the one MLX thread. A connection that sends no frame costs a thread and blocks nobody. A malformed frame
-# closes its connection and no other. Replies carry the reference's fields in the reference's order.
+# there for the one MLX thread, and end when their client closes its side. A connection that sends no frame costs a
+# thread and blocks nobody. A frame over the limits is answered with the limit, skipped, and the next one is read; a
+# malformed frame closes its connection and no other. Replies carry the reference's fields in the reference's order.
 
 
 _TRACE_CHARACTERS = 800
@@ -188,6 +208,7 @@ class CacheWorkerStatistics:
     malformed_frames: int
     commands: int
     failed_commands: int
+    abandoned_commands: int
     bytes_in: int
     bytes_out: int
 
@@ -204,7 +225,8 @@ class CacheWorker:
         )  # fmt: skip
         self._finished = threading.Event()
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("malformed_frames", "commands", "failed_commands", "bytes_in", "bytes_out"), 0)
+        names = ("malformed_frames", "commands", "failed_commands", "abandoned_commands", "bytes_in", "bytes_out")
+        self._counts = dict.fromkeys(names, 0)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -234,6 +256,9 @@ class CacheWorker:
             prefix = line.await_first(PREFIX_BYTES, self._options.idle_s)
             began = time.perf_counter()
             try:
+                if (over := self._options.limits.exceeded_by(prefix)) is not None:
+                    self._refuse(line, prefix, over, began)
+                    continue
                 frame = read_frame(line, self._options.limits, prefix=prefix)
             except WireError as error:
                 self._count(malformed_frames=1)
@@ -245,7 +270,7 @@ class CacheWorker:
                 self._listener.stop()
                 self._finished.set()
                 return
-            reply = self._answer(frame, (received - began) * 1000, received)
+            reply = self._answer(frame, (received - began) * 1000, received, line.has_left)
             self._count(commands=1, bytes_in=frame.nbytes)
             if not self._send(line, reply):
                 return
@@ -259,15 +284,34 @@ class CacheWorker:
         self._count(bytes_out=sent)
         return True
 
-    def _answer(self, frame: Frame, recv_ms: float, received: float) -> Reply:
+    def _refuse(self, line: BoundedSocket, prefix: memoryview, over: WireError, began: float) -> None:
+        """Tell a client that its frame is over the limits, and skip the frame.
+
+        Raises WireError when the header is none.
+        """
+        header_bytes, payload_bytes = decode_prefix(prefix, UNLIMITED)
+        command: Json = None
+        if header_bytes <= self._options.limits.header_bytes:
+            command, header_bytes = decode_header(line.read(header_bytes)).get("cmd"), 0
+        self._count(malformed_frames=1)
+        recv_ms = _since(began)
+        head: dict[str, Json] = {"cmd": command, "recv_ms": recv_ms, "payload_bytes": payload_bytes}
+        if self._send(line, Reply({**head, **_failure(over), "server_ms": _since(began)})):
+            with line.deadline(time.monotonic() + self._options.stall_s):
+                line.skip(header_bytes + payload_bytes)  # else the client, which still sends, sees a reset only
+
+    def _answer(self, frame: Frame, recv_ms: float, received: float, left: Left) -> Reply:
         head: dict[str, Json] = {
             "cmd": frame.header.get("cmd"), "recv_ms": recv_ms, "payload_bytes": len(frame.payload),
         }  # fmt: skip
         try:
-            reply = self._commands.run(frame)
+            reply = self._commands.run(frame, left)
         except IncompatibleCache as error:
             self._count(failed_commands=1)
             return Reply({**head, "status": "incompatible", "error": str(error)}, timed=False)
+        except ConnectionAbortedError:
+            self._count(abandoned_commands=1)
+            raise
         except _FAILURES as error:
             self._count(failed_commands=1)
             _log.info("wp30: command %r failed: %s", head["cmd"], error)

@@ -30,6 +30,18 @@ class Wp30Limits:
     header_bytes: int = 4 << 20
     payload_bytes: int = 1 << 30
 
+    def exceeded_by(self, prefix: bytes | memoryview) -> WireError | None:
+        """Return what a frame with this prefix has too much of; None for one within the limits, or for no frame."""
+        magic, header_bytes, payload_bytes = _PREFIX.unpack(prefix)
+        if magic == MAGIC and header_bytes > self.header_bytes:
+            return WireError("header", f"a header of {header_bytes} bytes, allowed are 1..{self.header_bytes}")
+        if magic == MAGIC and header_bytes and payload_bytes > self.payload_bytes:
+            return WireError("payload", f"a payload of {payload_bytes} bytes, allowed are {self.payload_bytes}")
+        return None
+
+
+UNLIMITED = Wp30Limits(MAX_LENGTH, MAX_LENGTH)
+
 
 @attrs.frozen(eq=False)
 class Frame:
@@ -57,10 +69,10 @@ def decode_prefix(data: bytes | memoryview, limits: Wp30Limits) -> tuple[int, in
     magic, header_bytes, payload_bytes = _PREFIX.unpack(data)
     if magic != MAGIC:
         raise WireError("magic", f"the magic is {bytes(magic)!r}, not {MAGIC!r}")
-    if not 1 <= header_bytes <= limits.header_bytes:
-        raise WireError("header", f"a header of {header_bytes} bytes, allowed are 1..{limits.header_bytes}")
-    if payload_bytes > limits.payload_bytes:
-        raise WireError("payload", f"a payload of {payload_bytes} bytes, allowed are {limits.payload_bytes}")
+    if not header_bytes:
+        raise WireError("header", "a header of 0 bytes")
+    if (over := limits.exceeded_by(data)) is not None:
+        raise over
     return header_bytes, payload_bytes
 
 

@@ -361,7 +361,23 @@ class RemoteExperts:
         return np.sort(np.concatenate(undone)) if undone else np.empty(0, np.int64)
 
     def _parts(self, home: _Home, call: ExpertCall, places: Indices) -> Iterator[Indices]:
-        """Yield the places of one worker's pairs in parts that fit in a frame; grouped ones are cut between experts."""
+        """Yield the places of one worker's pairs in parts that fit in a frame and name no more experts than it holds.
+
+        Grouped pairs are cut between experts.
+        """
+        for part in self._sets(home, call, places):
+            yield from self._frames(home, call, part)
+
+    def _sets(self, home: _Home, call: ExpertCall, places: Indices) -> Iterator[Indices]:
+        experts = np.unique(call.expert_of[places])
+        if len(experts) <= home.link.capacity:
+            yield places
+            return
+        for start in range(0, len(experts), home.link.capacity):
+            chosen = experts[start : start + home.link.capacity]
+            yield places[np.isin(call.expert_of[places], chosen)]
+
+    def _frames(self, home: _Home, call: ExpertCall, places: Indices) -> Iterator[Indices]:
         size = home.link.max_pairs(call.rows.shape[1])
         while len(places) > size:
             cut = size

@@ -27,6 +27,7 @@ import os
 import re
 import secrets
 import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -197,6 +198,14 @@ class Opener:
 
     def lengths(self, prefix: Buffer) -> Lengths:
         """Return what the prefix declares. Raises WireError, for lengths over the limits too."""
+        lengths = self.declared(prefix)
+        if lengths.payload > self._limits.payload_bytes:
+            limit = self._limits.payload_bytes
+            raise WireError("payload", f"a payload of {lengths.payload} bytes, allowed are {limit}")
+        return lengths
+
+    def declared(self, prefix: Buffer) -> Lengths:
+        """Return what the prefix declares, however long the payload. Raises WireError."""
         magic, version, kind, flags, header, payload = _PREFIX.unpack(prefix)
         if magic != b"TX1F" or version != VERSION or flags:
             raise WireError("prefix", "a frame with another magic, version or flags")
@@ -204,8 +213,6 @@ class Opener:
             raise WireError("kind", f"a kind of {kind} bytes")
         if not 2 <= header <= self._limits.header_bytes:
             raise WireError("header", f"a header of {header} bytes, allowed are 2..{self._limits.header_bytes}")
-        if payload > self._limits.payload_bytes:
-            raise WireError("payload", f"a payload of {payload} bytes, allowed are {self._limits.payload_bytes}")
         return Lengths(kind, header, payload)
 
     def open(self, prefix: Buffer, lengths: Lengths, named: Buffer, payload: memoryview, tag: Buffer) -> Message:
@@ -242,6 +249,7 @@ class Framer:
 
     def __init__(self, line: BoundedSocket, sealer: Sealer, opener: Opener) -> None:
         self._line, self._sealer, self._opener = line, sealer, opener
+        self._overlong = b""
 
     @classmethod
     def serve(
@@ -275,7 +283,19 @@ class Framer:
     def receive(self, within_s: float | None) -> Message:
         """Return the next message; its first byte may take `within_s` (None: no limit)."""
         prefix = self._line.await_first(PREFIX_BYTES, within_s)
+        self._overlong = bytes(prefix)
         lengths = self._opener.lengths(prefix)
+        self._overlong = b""
         named = self._line.read(lengths.kind + lengths.header)
         payload = self._line.read(lengths.payload)
         return self._opener.open(prefix, lengths, named, payload, self._line.read(TAG_BYTES))
+
+    def refuse(self, error: WireError, within_s: float) -> None:
+        """Answer a frame whose payload is over the limit, and skip it, so that the peer, which still sends, reads that.
+
+        The connection cannot go on: the frame's tag was not checked.
+        """
+        lengths = self._opener.declared(self._overlong)
+        with self._line.deadline(time.monotonic() + within_s):
+            self.send("error", {"msg": error.reason, "code": "bad_request", "field": error.field})
+            self._line.skip(lengths.kind + lengths.header + lengths.payload + TAG_BYTES)

@@ -157,6 +157,8 @@ class ExpertWorker:
         except WireError as error:
             self.count(refused_requests=1)
             _log.warning("tx1: %s sent a malformed frame (%s); its connection is closed", line.peer, error)
+            if error.field == "payload":
+                framer.refuse(error, self.options.stall_s)
 
     def _prove(self, line: BoundedSocket) -> Framer | None:
         """Shake hands; return None when the peer fails, or too many others are in their handshakes."""
