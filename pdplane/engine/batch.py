@@ -25,7 +25,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from pdplane.api import FinishReason
 from pdplane.engine.answer import Answer
-from pdplane.engine.caches import walk
+from pdplane.engine.caches import joined, keep, walk
 from pdplane.engine.sampling import Row, Sampler
 from pdplane.engine.thread import EngineThread, Turns
 from pdplane.engine.untyped import Cache, Network, evaluate_later
@@ -153,12 +153,10 @@ class Batch:
         if member.is_over():
             return
         with mx.stream(generation_stream):
-            if self._is_merged:
-                for mine, its in zip(self._caches, caches, strict=True):
-                    mine.extend(its.merge([its]))
-            elif self._caches:
+            if self._caches:
                 pairs = zip(self._caches, caches, strict=True)
-                self._caches, self._is_merged = [mine.merge([mine, its]) for mine, its in pairs], True
+                self._caches = [joined(mine, its, is_merged=self._is_merged) for mine, its in pairs]
+                self._is_merged = True
             else:
                 self._caches = caches
         self._places.append(_Place(member, sampler, mx.array([member.answer.request.first.id])))
@@ -186,7 +184,7 @@ class Batch:
             self._caches, self._is_merged = [], False
         with mx.stream(generation_stream):
             for cache in self._caches:
-                cache.filter(numbers)
+                keep(cache, numbers)
 
     def _start(self) -> None:
         tokens = [place.token.reshape(1) for place in self._places]

@@ -8,11 +8,11 @@ Classes that are not listed here are refused by name, since guessing what they h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from pdplane.engine.untyped import Cache
 from pdplane.errors import ConfigError, InternalError
@@ -197,6 +197,83 @@ def _describe_leaf(layer: int, path: tuple[int, ...], cache: Cache, length: int)
     cut: Callable[[mx.array], tuple[int, ...]] = _row_shape if kind.is_history else _whole_shape
     described = tuple(Tensor(name, cut(array), array.dtype) for name, array in sorted(tensors.items()))
     return Leaf(layer, path, type(cache), described)
+
+
+# ---- Caches of several sequences, as mlx-lm's batch classes hold them
+#
+# mlx-lm's `merge`, `extend` and `filter` do it, but for two cases of the class that grows, because all members wait
+# meanwhile: a newcomer that is longer makes `extend` copy everybody's rows twice, and the next step, which finds no
+# room for its rows, a third time; and `filter` copies the rows that it cuts off (SmolLM2 in f32, 8 members of 75 rows
+# and a newcomer of 450: that step 310 ms instead of 490, usual are 175; its leaving 300 instead of 390).
+
+
+_cache_list: Any = CacheList
+_ROOM = 256
+"""Rows that a growing cache adds at a time, as mlx-lm's do."""
+
+
+def joined(mine: Cache, its: Cache, *, is_merged: bool) -> Cache:
+    """Return the cache of a batch, or of one sequence if not `is_merged`, with one more sequence at its end."""
+    if isinstance(its, CacheList):
+        pairs = zip(mine.caches, its.caches, strict=True)
+        return _cache_list(*(joined(one, other, is_merged=is_merged) for one, other in pairs))
+    if is_merged and type(its) is KVCache and its.offset > mine._idx:
+        return _lengthened(mine, its)
+    if not is_merged:
+        return mine.merge([mine, its])
+    mine.extend(its.merge([its]))
+    return mine
+
+
+def keep(cache: Cache, numbers: list[int]) -> None:
+    """Leave only these sequences, in ascending order, in a batch's cache; rows that pad all of them go too."""
+    if isinstance(cache, CacheList):
+        for inner in cache.caches:
+            keep(inner, numbers)
+    elif numbers and type(cache) is BatchKVCache and cache.keys is not None:
+        _cut(cache, numbers)
+    else:
+        cache.filter(numbers)
+
+
+def _cut(cache: Cache, numbers: list[int]) -> None:
+    kept = mx.array(numbers)
+    cache.offset, cache.left_padding = cache.offset[kept], cache.left_padding[kept]
+    first = min(_integers(cache.left_padding))
+    cache.keys, cache.values = (
+        mx.concatenate([array[run, :, first:] for run in _runs(numbers)]) for array in (cache.keys, cache.values)
+    )
+    cache.left_padding, cache._idx = cache.left_padding - first, cache._idx - first
+
+
+def _runs(numbers: list[int]) -> list[slice]:
+    """Return ascending numbers as slices of neighbours."""
+    breaks = [place for place in range(1, len(numbers)) if numbers[place] != numbers[place - 1] + 1]
+    return [
+        slice(numbers[start], numbers[end - 1] + 1)
+        for start, end in zip([0, *breaks], [*breaks, len(numbers)], strict=True)
+    ]
+
+
+def _lengthened(mine: Cache, its: Cache) -> Cache:
+    """Join a history that is longer than a batch's: all rows end where its rows end, with room for more behind."""
+    left = its.offset - mine._idx
+    found: Cache = BatchKVCache([])
+    found.keys = _side_by_side(mine.keys[:, :, : mine._idx], its.keys[:, :, : its.offset])
+    found.values = _side_by_side(mine.values[:, :, : mine._idx], its.values[:, :, : its.offset])
+    found.left_padding = mx.concatenate([mine.left_padding + left, mx.array([0])])
+    found.offset = mx.concatenate([mine.offset, mx.array([its.offset])])
+    found._idx = its.offset
+    return found
+
+
+def _side_by_side(mine: mx.array, its: mx.array) -> mx.array:
+    count, heads, held, width = mine.shape
+    rows = its.shape[2]
+    whole = mx.zeros((count + 1, heads, rows + _ROOM - rows % _ROOM, width), dtype=mine.dtype)
+    whole[:count, :, rows - held : rows] = mine
+    whole[count:, :, :rows] = its
+    return whole
 
 
 def _inside(cache: Cache, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Cache]]:

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import (
 
 from pdplane.api import GREEDY, EngineDecodeRequest, FinishReason, Sampling, Token
 from pdplane.engine.batch import FREE_PADDING, Batch, BatchMember, padding, why_alone
+from pdplane.engine.caches import joined, keep
 from pdplane.engine.model import Model
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.sampling import RowToken, Sampler
@@ -406,7 +407,7 @@ def test_the_batch_needs_a_size() -> None:
         options("tiny:llama", decode_concurrency=0)
 
 
-# What is asked of mlx-lm's caches. When one of these fails, mlx-lm has changed how caches are merged.
+# Joining and leaving, in mlx-lm's caches. When one of these fails, mlx-lm may have changed how caches are merged.
 
 
 def filled_kv(rows: int) -> KVCache:
@@ -447,17 +448,36 @@ def tensors(cache: object) -> list[np.ndarray]:
     raise AssertionError(type(cache))
 
 
+def run_on(cache: object, keys: mx.array) -> None:
+    """Append a row to every sequence, in every history."""
+    match cache:
+        case CacheList():
+            for inner in cache.caches:
+                run_on(inner, keys)
+        case ArraysCache():
+            pass
+        case _:
+            cache.update_and_fetch(keys, -keys)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("lengths", [(3, 11, 7, 12), (300, 4, 255, 256), (5, 255, 3, 520)], ids=str)
 @pytest.mark.parametrize("fill", [filled_kv, filled_ring, filled_arrays, filled_list])
-def test_mlx_lm_merges_extends_filters_and_extracts_row_by_row(fill: Callable[[int], object]) -> None:
-    lengths = (3, 11, 7)
-    single = [fill(rows) for rows in lengths]
-    merged = type(single[0]).merge([fill(rows) for rows in lengths[:2]])
-    newcomer = fill(lengths[2])
-    merged.extend(newcomer.merge([newcomer]))
-    for place, cache in enumerate(single):
-        for got, wanted in zip(tensors(merged.extract(place)), tensors(cache), strict=True):
-            assert np.array_equal(got, wanted)
-    merged.filter([0, 2])
-    for place, cache in enumerate((single[0], single[2])):
-        for got, wanted in zip(tensors(merged.extract(place)), tensors(cache), strict=True):
-            assert np.array_equal(got, wanted)
+def test_caches_are_joined_and_left_row_by_row(fill: Callable[[int], object], lengths: Sequence[int]) -> None:
+    single, batch = [fill(rows) for rows in lengths], fill(lengths[0])
+    for number, rows in enumerate(lengths[1:], start=1):
+        batch = joined(batch, fill(rows), is_merged=number > 1)
+        news = mx.random.normal((number + 1, 2, 1, 4), key=mx.random.key(number))
+        run_on(batch, news)
+        for place in range(number + 1):
+            run_on(single[place], news[place : place + 1])
+    here = [0, 1, 2, 3]
+    for leaves in (1, 2, 0):
+        rest = [place for place in here if place != leaves]
+        keep(batch, [here.index(place) for place in rest])
+        here = rest
+        news = mx.random.normal((len(here), 2, 1, 4), key=mx.random.key(len(here)))
+        run_on(batch, news)
+        for row, place in enumerate(here):
+            run_on(single[place], news[row : row + 1])
+            for got, wanted in zip(tensors(batch.extract(row)), tensors(single[place]), strict=True):
+                assert np.array_equal(got, wanted), (here, place)
