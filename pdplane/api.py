@@ -208,6 +208,12 @@ class Node(Protocol):
     def alive(self) -> bool:
         """Started, not closed, and no thread of ours has died."""
 
+    def trouble(self) -> str | None:
+        """Return which thread has ended or hangs; None while all go on, however busy, and before `start`.
+
+        Never blocks.
+        """
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The engine's tokenizer."""
@@ -398,6 +404,9 @@ class Engine(Protocol):
 
     def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
         """Return how many blocks of each group a prompt's cache takes."""
+
+    def trouble(self) -> str | None:
+        """Return why the engine's thread does not go on, which names it; None while it does or is merely busy."""
 
     def check_prompt_len(self, prompt_len: int) -> None:
         """Raise ConfigError for a prompt that is empty, longer than the context, or larger than the whole arena."""

@@ -76,7 +76,7 @@ class Acceptor:
     """One thread that accepts the connections of some listening sockets, which it owns.
 
     `admit(connected, address)` runs on that thread and owns the new socket; it must not wait. `exhausted` is called
-    each time that a connection has to wait because the process has no free file descriptor.
+    each time that the process has no free file descriptor or thread for one.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Acceptor:
         exhausted: Callable[[], None] = lambda: None,
     ) -> None:
         self._listeners, self._admit, self._exhausted = list(listeners), admit, exhausted
-        self._name, self._closing = name, False
+        self._name, self._closing, self._pulse = name, False, Pulse(name)
         self._wakeup: Wakeup | None = None
         self._thread: threading.Thread | None = None
 
@@ -97,6 +97,12 @@ class Acceptor:
         self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._run, args=(self._wakeup,), name=self._name, daemon=True)
         self._thread.start()
+
+    def trouble(self) -> str | None:
+        """Return why no connection is accepted, None when there is no reason or it was closed."""
+        if self._thread is None or self._closing:
+            return None
+        return self._pulse.trouble(runs=self._thread.is_alive())
 
     def stop(self) -> None:
         """Accept no more, from any thread; return at once."""
@@ -120,22 +126,55 @@ class Acceptor:
         poll.register(wakeup.descriptor, select.POLLIN)
         pause.register(wakeup.descriptor, select.POLLIN)
         while not self._closing:
-            ready = dict(poll.poll())
+            self._pulse.beat()
+            ready = dict(poll.poll(IDLE_TURN_S * 1000))
             for listener in self._listeners:
                 if listener.fileno() in ready and not self._closing and not self._accept(listener):
                     self._exhausted()
                     pause.poll(_EXHAUSTED_PAUSE_MS)
 
     def _accept(self, listener: socket.socket) -> bool:
-        """Accept one connection; False when the process is out of descriptors."""
+        """Accept one connection; False when the process is out of descriptors or threads."""
         try:
             connected, address = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return True
         except OSError:
             return False
-        self._admit(connected, address)
+        try:
+            self._admit(connected, address)
+        except RuntimeError:  # no new thread can be started
+            connected.close()
+            return False
         return True
+
+
+# ---- Whether a thread goes on
+
+
+IDLE_TURN_S = 1.0
+"""The longest that a thread which beats waits in one turn."""
+STALLED_S = 10.0
+"""A thread that has not begun a turn for so long hangs: a busy one takes its turns later, but takes them."""
+
+
+class Pulse:
+    """Shows whether a thread goes on: it beats at each of its turns, of which an idle one has one in `IDLE_TURN_S`."""
+
+    def __init__(self, name: str, allowed_s: float = STALLED_S) -> None:
+        self._name, self._allowed_s = name, allowed_s
+        self._at = time.monotonic()
+
+    def beat(self) -> None:
+        """Say that a turn begins; the thread alone calls it."""
+        self._at = time.monotonic()
+
+    def trouble(self, *, runs: bool) -> str | None:
+        """Return why the thread does not go on, which names it; None while it does. `runs`: it has not ended."""
+        if not runs:
+            return f"the thread {self._name} has ended"
+        late_s = time.monotonic() - self._at
+        return f"the thread {self._name} hangs: no turn for {late_s:.0f} s" if late_s > self._allowed_s else None
 
 
 # ---- Waking a thread

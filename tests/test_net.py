@@ -12,7 +12,7 @@ import pytest
 
 from pdplane.errors import ConfigError, WireError
 from pdplane.ids import Endpoint
-from pdplane.net import Acceptor, JsonLines, Wakeup, json_line, listen
+from pdplane.net import Acceptor, JsonLines, Pulse, Wakeup, json_line, listen
 
 PATIENCE_S = 15.0
 
@@ -99,3 +99,31 @@ def test_what_is_no_line_is_an_error(
     theirs.shutdown(socket.SHUT_WR)
     with pytest.raises(error):
         JsonLines(ours, max_line=8).receive(PATIENCE_S)
+
+
+def test_an_acceptor_outlives_a_lack_of_threads() -> None:
+    taken, tries = threading.Event(), list[int]()
+
+    def admit(connected: socket.socket, _address: object) -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise RuntimeError("can't start new thread")
+        connected.close()
+        taken.set()
+
+    acceptor = Acceptor([listener := listen(Endpoint("127.0.0.1", 0))], admit, name="accept")
+    acceptor.start()
+    address = listener.getsockname()
+    with socket.create_connection(address, PATIENCE_S) as first:
+        assert first.recv(1) == b"", "closed, and not kept waiting"
+    with socket.create_connection(address, PATIENCE_S):
+        assert taken.wait(PATIENCE_S)
+    assert acceptor.trouble() is None
+    acceptor.close()
+
+
+def test_a_pulse_names_a_thread_that_hangs_or_has_ended() -> None:
+    hung, lively = Pulse("one", allowed_s=-1.0), Pulse("two")
+    assert "the thread one hangs" in str(hung.trouble(runs=True))
+    assert "the thread one has ended" in str(hung.trouble(runs=False))
+    assert lively.trouble(runs=True) is None

@@ -39,9 +39,12 @@ class Child:
     it cannot be started.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], *, own_log: bool = True) -> None:
-        """Start it; with `own_log` its standard error is kept for the reason of a failure, else it is ours."""
-        self.name, self._own_log = name, own_log
+    def __init__(self, name: str, arguments: Sequence[str], *, own_log: bool = True, grace_s: float = _GRACE_S) -> None:
+        """Start it; with `own_log` its standard error is kept for the reason of a failure, else it is ours.
+
+        `grace_s` is how long `close` waits for an orderly end.
+        """
+        self.name, self._own_log, self._grace_s = name, own_log, grace_s
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed in `close`; it has no name to leave behind)
         try:
             self._process = subprocess.Popen(
@@ -95,7 +98,7 @@ class Child:
         """Ask it to end, wait, and kill it if it does not; idempotent."""
         self.end()
         try:
-            self._process.wait(_GRACE_S)
+            self._process.wait(self._grace_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

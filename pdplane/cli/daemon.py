@@ -15,7 +15,7 @@ from aiohttp import web
 
 from pdplane.api import Node
 from pdplane.cli.flags import DaemonOptions
-from pdplane.cli.process import StopSignal, exit_with_parent
+from pdplane.cli.process import END_S, StopSignal, exit_with_parent
 from pdplane.control.http_thread import HttpThread
 from pdplane.engine.blas import AUTO, use_blas
 from pdplane.errors import ConfigError
@@ -51,7 +51,7 @@ def run_daemon(
     """
     _warn_of_addresses(config)
     take_turns_often()
-    stop, http = StopSignal(), HttpThread()
+    stop, http = StopSignal(options.drain_timeout_s + END_S), HttpThread()
     with stop.listening():
         if options.exit_with_parent:
             exit_with_parent()
@@ -72,6 +72,7 @@ def run_daemon(
             except KeyboardInterrupt:
                 return 0
             finally:
+                stop.ends()
                 on_end()
                 node.close(options.drain_timeout_s)
         finally:
@@ -85,9 +86,13 @@ def _serve(role: str, endpoint: Endpoint, node: Node, stop: StopSignal) -> int:
         if not node.alive:
             return _died(role)
     print(json.dumps(ready_line(role, endpoint, node.info())), flush=True)
+    trouble: str | None = None
     while not stop.wait(_LOOK_S):
         if not node.alive:
             return _died(role)
+        before, trouble = trouble, node.trouble()
+        if trouble is not None and before is None:  # an edge; /health shows the state
+            logger.error("%s: %s", role, trouble)
     logger.info("%s stops: no new requests, what runs may finish", role)
     return 0
 

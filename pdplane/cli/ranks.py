@@ -21,7 +21,7 @@ from aiohttp import web
 
 from pdplane.cli.daemon import mlx_needed, run_daemon
 from pdplane.cli.flags import TOY, DaemonOptions
-from pdplane.cli.process import StopSignal, exit_with_parent, killable, leave_within
+from pdplane.cli.process import END_S, StopSignal, exit_with_parent, killable, leave_within
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.ranks import RankLink, RankListener, connect_rank
 from pdplane.engine.blas import share_cores
@@ -39,7 +39,6 @@ L = TypeVar("L", bound=Lead)
 
 _LOST_S = 5.0  # for an orderly end without the others
 _MEETING_S = 120
-_GRACE_S = 20.0  # after the requests that run had their time
 _LOOK_S = 0.1
 _OWN_PORTS = ("control_port", "legacy_port", "data_port", "status_port")
 
@@ -119,7 +118,7 @@ class RankProcess:
 
     def ends(self) -> None:
         """Bound an orderly end in time; ranks that have not met have no requests to wait for."""
-        leave_within(self._options.drain_timeout_s + _GRACE_S if self.group.is_open else _LOST_S)
+        leave_within(self._options.drain_timeout_s + END_S if self.group.is_open else _LOST_S)
 
     def meet_as_first(self) -> list[RankLink]:
         """Open the group as rank 0, tell the others where we listen, return the links to them. Raises ConfigError."""
@@ -169,7 +168,7 @@ def follow(
     make_node: Callable[[HttpThread, Follower], tuple[PrefillNode | DecodeNode, BeginLeg]],
 ) -> int:
     """Run another rank until rank 0 leaves; return the exit code. Raises ConfigError."""
-    stop, http = StopSignal(), HttpThread()
+    stop, http = StopSignal(options.drain_timeout_s + END_S), HttpThread()
     with stop.listening():
         rank.watch_parent()
         node: PrefillNode | DecodeNode | None = None

@@ -18,7 +18,7 @@ from typing import Any
 
 from pdplane.cli.children import Child, ChildFailed
 from pdplane.cli.flags import add_model_flags
-from pdplane.cli.process import LEVELS, StopSignal, exit_with_parent
+from pdplane.cli.process import END_S, LEVELS, StopSignal, exit_with_parent
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint
@@ -180,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("name both --prefill and --decode, or a --model to start a pair of them here")
     if bool(args.prefill) == bool(args.model):
         raise ConfigError("name a --model to start a pair of daemons, or running ones by --prefill and --decode")
-    stop, http = StopSignal(), HttpThread()
+    stop, http = StopSignal(args.drain_timeout + END_S), HttpThread()
     with stop.listening():
         if args.exit_with_parent:
             exit_with_parent()
@@ -192,6 +192,7 @@ def run(args: argparse.Namespace) -> int:
             with _running(keepers):
                 return _serve(endpoint, members, keepers, stop)
         finally:
+            stop.ends()
             http.close()
 
 
@@ -216,7 +217,8 @@ def _members(args: argparse.Namespace, http: HttpThread) -> tuple[Members, list[
         return Members([Member(role, where) for role, where in named]), []
     made = {role: Member(role, "", f"{role} is starting") for role in ROLES}
     members = Members(made.values())
-    return members, [Keeper(role, _daemon(role, args), members, made[role], http) for role in ROLES]
+    grace_s = args.drain_timeout + END_S / 2  # our own end has a limit, and a stopped child must not outlive it
+    return members, [Keeper(role, _daemon(role, args), members, made[role], http, grace_s) for role in ROLES]
 
 
 def _daemon(role: Role, args: argparse.Namespace) -> list[str]:
@@ -237,7 +239,16 @@ def _daemon(role: Role, args: argparse.Namespace) -> list[str]:
 class Keeper:
     """Keeps one child daemon running, on a thread of its own, and tells where it listens."""
 
-    def __init__(self, role: Role, words: Sequence[str], members: Members, member: Member, http: HttpThread) -> None:
+    def __init__(
+        self,
+        role: Role,
+        words: Sequence[str],
+        members: Members,
+        member: Member,
+        http: HttpThread,
+        grace_s: float,
+    ) -> None:
+        self._grace_s = grace_s
         self._role, self._words, self._members, self._member, self._http = role, words, members, member, http
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -285,7 +296,7 @@ class Keeper:
         with self._lock:
             if self._closing.is_set():
                 return
-            child = self._child = Child(self._role, self._words, own_log=False)
+            child = self._child = Child(self._role, self._words, own_log=False, grace_s=self._grace_s)
         try:
             where = f"http://{child.hear(_READY_S)['http']}"
             self._on_loop(lambda: self._members.moved(self._member, where))

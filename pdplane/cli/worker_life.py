@@ -15,7 +15,7 @@ import attrs
 from aiohttp import web
 
 from pdplane.cli.flags import add_log_flags
-from pdplane.cli.process import StopSignal, exit_with_parent
+from pdplane.cli.process import END_S, StopSignal, exit_with_parent
 from pdplane.control.http_thread import HttpThread
 from pdplane.ids import Endpoint
 from pdplane.options import port
@@ -32,6 +32,9 @@ class Worker(Protocol):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Return whether a client has ended the worker."""
+
+    def trouble(self) -> str | None:
+        """Return which thread does not go on, None while all do."""
 
     def statistics(self) -> attrs.AttrsInstance: ...
 
@@ -53,7 +56,7 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_worker(role: str, worker: Worker, args: argparse.Namespace, model: Callable[[], str]) -> int:
     """Run until a signal or a client ends it; return the exit code. Raises ConfigError with nothing left open."""
-    stop, http = StopSignal(), HttpThread()
+    stop, http = StopSignal(END_S), HttpThread()
     with stop.listening():
         if args.exit_with_parent:
             exit_with_parent()
@@ -68,6 +71,7 @@ def run_worker(role: str, worker: Worker, args: argparse.Namespace, model: Calla
         except KeyboardInterrupt:
             return 0
         finally:
+            stop.ends()
             worker.close()
             http.close()
     return 0
@@ -78,7 +82,8 @@ def worker_app(role: str, worker: Worker) -> web.Application:
     prefix = f"pdplane_{role.replace('-', '_')}"
 
     async def health(_request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "role": role})
+        trouble = worker.trouble()
+        return web.json_response({"status": trouble or "ok", "role": role}, status=503 if trouble else 200)
 
     async def statistics(_request: web.Request) -> web.Response:
         return web.json_response(attrs.asdict(worker.statistics()))

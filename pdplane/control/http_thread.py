@@ -17,7 +17,7 @@ from aiohttp.log import server_logger
 
 from pdplane.errors import InternalError, LocalProtocolError
 from pdplane.ids import Endpoint
-from pdplane.net import listen
+from pdplane.net import IDLE_TURN_S, Pulse, listen
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class HttpThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._pulse = Pulse(name)
         # Owned by the loop's thread:
         self._runners: list[web.AppRunner] = []
         self._listeners: list[socket.socket] = []
@@ -69,6 +70,16 @@ class HttpThread:
             # A daemon thread: an owner that forgets `close` does not hang the interpreter's exit.
             self._thread = threading.Thread(target=_run, args=(self._loop, self._name), name=self._name, daemon=True)
             self._thread.start()
+            self._loop.call_soon_threadsafe(self._beat)
+
+    def _beat(self) -> None:
+        self._pulse.beat()
+        asyncio.get_running_loop().call_later(IDLE_TURN_S, self._beat)
+
+    def trouble(self) -> str | None:
+        """Return why nothing is answered any more, None while the thread goes on, and before and after its life."""
+        thread = self._thread
+        return None if thread is None or self._closed else self._pulse.trouble(runs=thread.is_alive())
 
     @property
     def alive(self) -> bool:

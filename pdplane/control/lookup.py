@@ -13,6 +13,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -28,6 +29,7 @@ from yarl import URL
 
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.rendezvous import (
+    LEASE_S,
     MARKER,
     MAX_WORLD_SIZE,
     NONCE_HEADER,
@@ -471,6 +473,7 @@ class AnnouncerOptions:
     longest_pause_s: float = 2.0
     connect_timeout_s: float = 2.0
     request_timeout_s: float = 5.0
+    lease_s: float = LEASE_S
 
 
 class Announcer:
@@ -499,6 +502,17 @@ class Announcer:
         self._on_ready = on_ready
         self._options = options or AnnouncerOptions()
         self._running: Future[None] | None = None
+        self._accepted_at = -math.inf
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the last accepted PUT still counts at the rendezvous."""
+        return time.monotonic() - self._accepted_at < self._options.lease_s
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it announces no more although nobody stopped it."""
+        return self._running is not None and self._running.done() and not self._running.cancelled()
 
     def start(self) -> None:
         """Begin to announce; return at once."""
@@ -547,7 +561,7 @@ class Announcer:
     def _accepted(self) -> None:
         if self.trouble is not None or not self.ready.is_set():
             logger.info("prefill rank %d is registered at %s", self._announcement.world_rank, self._url)
-        self.trouble = None
+        self.trouble, self._accepted_at = None, time.monotonic()
         if not self.ready.is_set():
             self.ready.set()
             if self._on_ready is not None:

@@ -16,7 +16,7 @@ import zmq
 from pdplane.errors import InternalError
 from pdplane.machine.actions import WakeAt
 from pdplane.machine.events import Tick
-from pdplane.net import HELD_UP_S, Wakeup
+from pdplane.net import HELD_UP_S, IDLE_TURN_S, STALLED_S, Pulse, Wakeup
 
 
 class AwakeClock:
@@ -56,7 +56,6 @@ Event_contra = TypeVar("Event_contra", contravariant=True)
 Action_co = TypeVar("Action_co", covariant=True)
 
 _TURN = 256  # messages taken from one socket before the others get their turn
-_IDLE_S = 1.0  # longest wait: less than a peer's silence, since of a pause in a wait that much counts as time
 
 
 class Machine(Protocol[Event_contra, Action_co]):
@@ -87,8 +86,9 @@ class Reactor(Generic[Event, Action]):
     """Polls sockets, feeds the machine, hands its actions to `perform`.
 
     `perform` runs on this thread, must not block, and may return events that its own failures cause.
-    `broken` is called once, on this thread, if a bug ends the loop: the owner must then fail
-    everything that waits. The constructor opens nothing; `close` is idempotent, bounded and joins.
+    `broken` is called once, on this thread, if a bug ends the loop: the owner must then fail everything that waits. One
+    event that takes longer than `stalled_s` shows in `trouble`. The constructor opens nothing; `close` is idempotent,
+    bounded and joins.
     """
 
     def __init__(
@@ -97,6 +97,8 @@ class Reactor(Generic[Event, Action]):
         machine: Machine[Event | Tick, Action],
         perform: Callable[[Action], Iterable[Event]],
         broken: Callable[[Exception], None],
+        *,
+        stalled_s: float = STALLED_S,
     ) -> None:
         self._name, self._machine, self._perform, self._broken = name, machine, perform, broken
         self._posted: deque[Event | _Question | None] = deque()
@@ -106,6 +108,7 @@ class Reactor(Generic[Event, Action]):
         self._thread: threading.Thread | None = None
         self._wake: float | None = None
         self._clock = AwakeClock()
+        self._pulse = Pulse(name, stalled_s)
 
     # ---- any thread
 
@@ -139,6 +142,10 @@ class Reactor(Generic[Event, Action]):
     @property
     def alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    def trouble(self) -> str | None:
+        """Return why nothing is handled any more, None while the thread goes on."""
+        return self._pulse.trouble(runs=self.alive)
 
     @property
     def is_current(self) -> bool:
@@ -182,7 +189,9 @@ class Reactor(Generic[Event, Action]):
             self._broken(error)
 
     def _turn(self) -> bool:
-        timeout = _IDLE_S if self._wake is None else min(_IDLE_S, max(0.0, self._wake - self._clock.now()))
+        self._pulse.beat()
+        # No longer than a peer's silence, since of a pause in a wait that much counts as time.
+        timeout = IDLE_TURN_S if self._wake is None else min(IDLE_TURN_S, max(0.0, self._wake - self._clock.now()))
         self._clock.lap(timeout)
         ready = dict(self._poller.poll(int(timeout * 1000) + 1 if timeout else 0))
         self._clock.lap()

@@ -134,6 +134,10 @@ class MlxEngine:
             "blas": str(blas_in_use()),
         }
 
+    def trouble(self) -> str | None:
+        """Return why the MLX thread does not go on, None while it does."""
+        return self.thread.trouble()
+
     def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
         """Return how many blocks of each group the cache of a prompt takes."""
         return blocks_needed(self.layout, prompt_len)

@@ -9,6 +9,7 @@ one `PromptLine` share one place in it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
@@ -76,6 +77,27 @@ class Job(Generic[T]):
             self._turns = None
 
 
+BUSY_S = 300.0
+"""A turn that takes longer counts as one that hangs; a large model's longest chunk takes a part of it."""
+
+
+class _OneWorker(ThreadPoolExecutor):
+    """One thread that shows since when it has been at the same turn."""
+
+    began: float | None = None
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:  # noqa: ANN401  (the base's own)
+        """Queue a call, timed."""
+        return super().submit(self._timed, fn, *args, **kwargs)
+
+    def _timed(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
+        self.began = time.monotonic()
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            self.began = None
+
+
 class EngineThread:
     """One permanent thread; `submit` queues jobs on it, `close` ends them and joins it.
 
@@ -87,7 +109,7 @@ class EngineThread:
         self._name = name
         self._lock = threading.RLock()  # reentrant: a turn that failed at once reports from inside submit
         self._closing = False
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor: _OneWorker | None = None
 
     def start(self) -> None:
         """Start the thread; harmless when it runs."""
@@ -95,7 +117,13 @@ class EngineThread:
             if self._closing:
                 raise InternalError("the engine thread was closed and cannot start again")
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
+                self._executor = _OneWorker(max_workers=1, thread_name_prefix=self._name)
+
+    def trouble(self, allowed_s: float = BUSY_S) -> str | None:
+        """Return why no turn comes any more, None while they come, however long one takes within the bound."""
+        began = None if self._executor is None else self._executor.began
+        late_s = 0.0 if began is None else time.monotonic() - began
+        return f"the thread {self._name} hangs: one turn takes {late_s:.0f} s" if late_s > allowed_s else None
 
     @property
     def closing(self) -> bool:

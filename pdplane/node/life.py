@@ -98,6 +98,10 @@ class NodeLife(abc.ABC, Generic[EngineKind, PlaneKind, Leg]):
     def alive(self) -> bool:
         return self._plane is not None and self._plane.alive
 
+    def trouble(self) -> str | None:
+        """Return what does not go on, None while all of it does, and before `start`."""
+        return None if self._plane is None else self._plane.trouble() or self._engine.trouble()
+
     @property
     def tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer

@@ -348,6 +348,10 @@ class Lead:
     def alive(self) -> bool:
         return self._inner.alive and self._ranks.trouble is None and not self._ranks.parting
 
+    def trouble(self) -> str | None:
+        """Return what does not go on, here or on another rank."""
+        return self._ranks.trouble or self._inner.trouble()
+
     @property
     def tokenizer(self) -> Tokenizer:
         return self._inner.tokenizer

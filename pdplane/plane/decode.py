@@ -152,6 +152,9 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
     def _more_counts(self) -> dict[str, Any]:
         return {"fence": attrs.asdict(self._fence.snapshot()), "receiver": attrs.asdict(self._receiver.snapshot())}
 
+    def _more_trouble(self) -> str | None:
+        return next(filter(None, (receiver.trouble() for receiver in self._receivers)), None)
+
     # ---- the reactor's thread
 
     def _perform(self, action: actions.DecodeAction) -> Iterable[events.DecodeEvent]:

@@ -63,6 +63,10 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
     def _more_counts(self) -> dict[str, Any]:
         """Return what this role counts beside its machine."""
 
+    @abc.abstractmethod
+    def _more_trouble(self) -> str | None:
+        """Return what does not go on of this role's own threads."""
+
     def _post(self, event: Event) -> None:
         if self._reactor is not None:
             self._reactor.post(event)
@@ -127,6 +131,14 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
     def alive(self) -> bool:
         """Whether the plane is open and its reactor runs."""
         return self._state == "open" and self._reactor is not None and self._reactor.alive
+
+    def trouble(self) -> str | None:
+        """Return what does not go on, which names the thread; None while all do, and before `start`."""
+        if self._state == "new" or self._reactor is None:
+            return None
+        if self._state != "open":
+            return f"the {self.role} plane is closed"
+        return self._reactor.trouble() or self._http.trouble() or self._more_trouble()
 
     @property
     def ready(self) -> bool:

@@ -128,10 +128,13 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
     @property
     def ready(self) -> bool:
         """Whether peers can find and reach this rank."""
-        return self.alive and self._announcer is not None and self._announcer.ready.is_set()
+        return self.alive and self._announcer is not None and self._announcer.is_registered
 
     def _more_counts(self) -> dict[str, Any]:
         return {"data_connections": len(self._senders), "data": self._senders.counts()}
+
+    def _more_trouble(self) -> str | None:
+        return "the announcer has ended" if self._announcer is not None and self._announcer.has_ended else None
 
     # ---- the reactor's thread
 

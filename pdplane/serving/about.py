@@ -19,6 +19,7 @@ from pdplane.serving.metrics import CONTENT_TYPE, Metrics
 T = TypeVar("T")
 Role = Literal["prefill", "decode"]
 
+_SECOND_LOOK_S = 1.5
 _MODEL_KEYS = ("model_path", "tokenizer_path", "served_model_name", "context_length", "vocab_size")
 
 
@@ -49,17 +50,24 @@ class AboutRoutes:
         app.router.add_get("/metrics", self._scrape)
 
     async def _health(self, _request: web.Request) -> web.Response:
-        if self._node.ready:
+        trouble = await self._trouble()
+        if self._node.ready and trouble is None:
             return web.json_response({"status": "ok"})
-        return web.json_response({"status": "not ready"}, status=503, headers={"Retry-After": "1"})
+        return web.json_response({"status": trouble or "not ready"}, status=503, headers={"Retry-After": "1"})
 
     async def _live(self, _request: web.Request) -> web.Response:
-        """Answer 503 only when a thread of the node has died: a long prompt or a dead peer is no reason to kill it."""
-        alive = self._node.alive
+        """Answer 503 only when a thread of the node has died or hangs: a long prompt or a dead peer is no reason."""
+        alive, trouble = self._node.alive, await self._trouble()
         self._has_lived = self._has_lived or alive
-        if alive or not self._has_lived:  # while it loads its model it has not died
+        if trouble is None and (alive or not self._has_lived):  # while it loads its model it has not died
             return web.json_response({"status": "ok"})
-        return web.json_response({"status": "dead"}, status=503)
+        return web.json_response({"status": trouble or "dead"}, status=503)
+
+    async def _trouble(self) -> str | None:
+        """Return what does not go on, after a second look: a process that was stopped shows its threads' age first."""
+        if self._node.trouble() is not None:
+            await asyncio.sleep(_SECOND_LOOK_S)
+        return self._node.trouble()
 
     async def _server_info(self, _request: web.Request) -> web.Response:
         info = self._node.info()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -36,6 +37,9 @@ from pdplane.toy.model import (
 VOCABULARY = 256
 
 _SAID = ("role", "content")
+
+_TURN_S = 2.0
+"""A turn that takes longer hangs: they take microseconds."""
 
 _LOOK_AGAIN_S = 0.005  # how soon a held engine notices that a job was cancelled
 
@@ -82,6 +86,7 @@ class ToyThread:
         self._wake = threading.Condition()
         self._jobs: deque[ToyJob[Any]] = deque()
         self._closing = False
+        self._began: float | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -100,6 +105,12 @@ class ToyThread:
             self._wake.notify()
         return job
 
+    def trouble(self) -> str | None:
+        """Return why no turn comes any more, None while they come."""
+        began = self._began
+        late_s = 0.0 if began is None else time.monotonic() - began
+        return f"the thread {self._name} hangs: one turn takes {late_s:.0f} s" if late_s > _TURN_S else None
+
     def close(self) -> None:
         """End every job and join; idempotent."""
         with self._wake:
@@ -111,8 +122,10 @@ class ToyThread:
     def _run(self) -> None:
         while (job := self._next_job()) is not None:
             self._wait_while_held(job)
+            self._began = time.monotonic()
             if job.take_turn(closing=self._closing):
                 self._jobs.append(job)
+            self._began = None
 
     def _next_job(self) -> ToyJob[Any] | None:
         with self._wake:
@@ -158,6 +171,10 @@ class ToyEngine:
     @property
     def context_length(self) -> int:
         return self.options.context_length
+
+    def trouble(self) -> str | None:
+        """Return why the toy's thread does not go on, None while it does."""
+        return self._thread.trouble()
 
     def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
         """Return how many blocks of each group a prompt's cache takes."""
@@ -221,6 +238,8 @@ class ToyPrefillEngine(ToyEngine):
             chunk = tokens[start : start + options.chunk_tokens]
             if options.poison in chunk:
                 raise RuntimeError(f"token {options.poison} is poison")
+            if options.sleep in chunk:
+                threading.Event().wait()
             write_kv(options, self.arena, self.layout, blocks[KV], chunk, start)
             self.turns += 1
             if start + len(chunk) < len(tokens):

@@ -36,7 +36,8 @@ class ToyOptions:
     """Sizes of the toy model and its cache.
 
     `eos_every`: about one token in so many is EOS (0: never, 1: always). `poison`: a prompt token that makes prefill
-    raise. `tp_size` ranks share the `heads` evenly. `chunk_tokens` is the length of one prefill turn.
+    raise; `sleep`: one at which its thread stands still for good. `tp_size` ranks share the `heads` evenly.
+    `chunk_tokens` is the length of one prefill turn.
     """
 
     layers: int = 3
@@ -50,6 +51,7 @@ class ToyOptions:
     chunk_tokens: int = 8
     eos_every: int = 0
     poison: int | None = None
+    sleep: int | None = None
     seed: int = 0
     tp_size: int = 1
     tp_rank: int = 0

@@ -98,6 +98,9 @@ class LoopbackReceiver:
             count = len(self._connections)
             return self._reception.snapshot(count, 0, {"loopback": count})
 
+    def trouble(self) -> str | None:
+        return None
+
     def close(self) -> None:
         self._reception.closing = True
         with _listening_lock:

@@ -350,6 +350,9 @@ class MooncakeReceiver:
         """Return zeros: the engine keeps its connections to itself."""
         return ReceiverSnapshot(0, 0, 0, 0, 0)
 
+    def trouble(self) -> str | None:
+        return None
+
     def close(self) -> None:
         self._started = True
         if self._engine is not None:

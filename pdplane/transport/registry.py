@@ -68,6 +68,9 @@ class Receiver(Protocol):
     def snapshot(self) -> ReceiverSnapshot:
         """Return counts of connections and refusals."""
 
+    def trouble(self) -> str | None:
+        """Return why no writer gets in any more, None when there is no reason."""
+
     def close(self) -> None:
         """Close every connection and join every thread, so that nothing lands afterwards; idempotent."""
 

@@ -75,6 +75,9 @@ class StreamReceiver:
             ways = Counter(connection.way for connection in self._connections)
             return self._reception.snapshot(len(self._connections) - ways[HALF_OPEN], ways[HALF_OPEN], ways)
 
+    def trouble(self) -> str | None:
+        return None if self._acceptor is None else self._acceptor.trouble()
+
     def close(self) -> None:
         """End every connection and join every thread; idempotent."""
         self._reception.closing = True

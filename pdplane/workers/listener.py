@@ -209,6 +209,10 @@ class Listener:
         self._acceptor.start()
         return self._listen
 
+    def trouble(self) -> str | None:
+        """Return why no connection is accepted, None when there is no reason."""
+        return None if self._acceptor is None else self._acceptor.trouble()
+
     def stop(self) -> None:
         """Accept no more; return at once, from any thread."""
         self._closing = True

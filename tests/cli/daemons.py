@@ -24,10 +24,10 @@ def command(*words: str) -> list[str]:
 class Daemon:
     """`pdplane ROLE --model toy` on free ports; `ready` is its ready line."""
 
-    def __init__(self, role: str, *flags: str) -> None:
+    def __init__(self, role: str, *flags: str, module: str = "pdplane.cli.main") -> None:
         ports = ["--port", "0"] + (["--bootstrap-port", "0"] if role == "prefill" else [])
         self.process = subprocess.Popen(
-            command(role, "--model", "toy", *ports, *flags),
+            [sys.executable, "-m", module, role, "--model", "toy", *ports, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

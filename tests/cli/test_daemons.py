@@ -7,7 +7,9 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from prometheus_client.samples import Sample
 from pdplane.ids import Endpoint
 from pdplane.toy.model import ToyOptions, toy_answer
 from tests.cli.daemons import PATIENCE_S, Daemon, command
+from tests.cli.sleeping_prefill import SLEEP
 from tests.http_client import ask
 
 PROMPT = "Once upon a time there was a plane"
@@ -146,6 +149,26 @@ def test_a_second_signal_ends_it_at_once() -> None:
         while ask(daemon.http, "GET", "/health").status == 200:
             pass  # until the first signal has been taken
         assert daemon.end(signal.SIGINT)[0] == 130
+
+
+def test_a_hung_thread_shows_and_cannot_keep_it_alive(pair: tuple[Daemon, Daemon]) -> None:
+    with Daemon("prefill", "--drain-timeout", "100ms", module="tests.cli.sleeping_prefill") as prefill:
+        rendezvous = Endpoint.parse(prefill.ready["bootstrap"])
+        body = {"input_ids": [1, SLEEP, 2], "bootstrap_host": rendezvous.host, "bootstrap_port": rendezvous.port}
+        body |= {"bootstrap_room": 9, "stream": True, "max_tokens": 2}
+        with ThreadPoolExecutor(2) as clients:
+            for daemon in (prefill, pair[1]):
+                clients.submit(ask, daemon.http, "POST", "/generate", body)
+            deadline_s = time.monotonic() + PATIENCE_S
+            while (health := ask(prefill.http, "GET", "/health")).status == 200:
+                assert time.monotonic() < deadline_s
+            assert "pdplane-ToyPrefillEngine hangs" in health.json["status"]
+            assert ask(prefill.http, "GET", "/livez").status == 503
+            code, log = prefill.end()
+    assert code == 1, log
+    assert "Threads that still run: MainThread" in log
+    assert "pdplane-ToyPrefillEngine" in log
+    assert "Traceback" not in log
 
 
 @pytest.mark.parametrize(

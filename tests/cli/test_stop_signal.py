@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -66,3 +68,46 @@ def test_without_a_signal_a_wait_is_over_in_time() -> None:
     with stop.listening():
         assert not stop.wait(0.001)
     assert signal.getsignal(signal.SIGTERM) != stop._receive
+
+
+_HUNG_AT_EXIT = "threading.Thread(target=threading.Event().wait).start(); stop.wait(60)"
+_HUNG_IN_C = (
+    "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"  # no handler of Python's runs meanwhile
+)
+
+
+@pytest.mark.parametrize(
+    ("hangs", "limit_s", "signals", "code"),
+    [(_HUNG_AT_EXIT, 0.2, 1, 1), (_HUNG_IN_C, 0.2, 1, 1), (_HUNG_IN_C, 3600, 2, 130), ("stop.wait(60)", 3600, 1, 0)],
+    ids=["at exit", "in C", "second signal", "nothing hangs"],
+)
+def test_an_end_is_bounded_whatever_hangs(hangs: str, limit_s: float, signals: int, code: int) -> None:
+    program = f"""if True:
+        import threading
+        from pdplane.cli.process import StopSignal
+        stop = StopSignal({limit_s})
+        with stop.listening():
+            print("up", flush=True)
+            {hangs}
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            if signals > 1:  # two that are pending at one time would be one
+                _wait_taken(process.pid)
+        _out, log = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert ("Threads that still run: MainThread" in log) == (code == 1)
+
+
+def _wait_taken(pid: int) -> None:
+    """Wait until no signal is pending, or the process has ended."""
+    while True:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        pending = [line.split()[1] for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
+        if all(int(mask, 16) == 0 for mask in pending):
+            return

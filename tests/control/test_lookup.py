@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import attrs
 import pytest
 from aiohttp import web
 
@@ -329,3 +330,29 @@ def _until(holds: Callable[[], bool]) -> None:
             return
         turn.wait(0.005)
     pytest.fail("it never came true")
+
+
+def test_a_registration_that_lapsed_counts_no_more(http: HttpThread) -> None:
+    first = HttpThread("pdplane-http-lapsing")
+    first.start()
+    bootstrap = first.serve(rendezvous_app(), "127.0.0.1", 0)
+    announcer = Announcer(http, bootstrap, announcement(), options=attrs.evolve(QUICK, lease_s=1.0))
+    announcer.start()
+    assert announcer.ready.wait(10)
+    _until(lambda: announcer.is_registered)
+    first.close()
+    _until(lambda: not announcer.is_registered)
+    assert not announcer.has_ended
+    announcer.stop()
+    assert not announcer.has_ended, "it was stopped"
+
+
+def test_an_announcer_that_ended_by_a_bug_is_told(http: HttpThread) -> None:
+    bootstrap = http.serve(rendezvous_app(), "127.0.0.1", 0)
+
+    def bug() -> None:
+        raise ZeroDivisionError
+
+    announcer = Announcer(http, bootstrap, announcement(), on_ready=bug, options=QUICK)
+    announcer.start()
+    _until(lambda: announcer.has_ended)

@@ -226,3 +226,23 @@ def test_closing_ends_after_what_was_posted_before_and_is_idempotent(stage: Stag
 
 def test_a_reactor_that_never_started_closes() -> None:
     Stage().reactor.close()
+
+
+def test_a_hung_reactor_is_told_until_it_goes_on() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def perform(_action: Said) -> list[Said]:
+        entered.set()
+        go_on.wait()
+        return []
+
+    reactor = Reactor[Said, Said]("pdplane-slow", Echo(), perform, lambda _error: None, stalled_s=1.5)
+    reactor.start()
+    assert reactor.trouble() is None
+    reactor.post(Said("stop here"))
+    assert entered.wait(15)
+    until(lambda: "pdplane-slow hangs" in str(reactor.trouble()))
+    go_on.set()
+    until(lambda: reactor.trouble() is None)
+    reactor.close()
+    assert "pdplane-slow has ended" in str(reactor.trouble())

@@ -137,3 +137,21 @@ def test_close_before_start_opens_nothing() -> None:
     thread.close()
     with pytest.raises(InternalError):
         thread.call(threading.get_ident)
+
+
+def test_a_long_turn_is_busy_until_it_counts_as_hung(thread: EngineThread) -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def turns() -> Turns[None]:
+        begun.set()
+        gate.wait()
+        yield
+
+    job = thread.submit(turns)
+    assert begun.wait(15)
+    assert thread.trouble() is None
+    assert "engine-under-test hangs" in str(thread.trouble(allowed_s=0.0))
+    gate.set()
+    job.result(15)
+    thread.call(lambda: None)
+    assert thread.trouble() is None

@@ -41,11 +41,15 @@ class FakeNode:
 
     def __init__(self) -> None:
         self.ready = self.alive = True
+        self.hangs: str | None = None
         self.tokenizer = ToyTokenizer()
         self.legs: queue.Queue[Leg] = queue.Queue()
         self.script: Callable[[Leg], None] | None = None
         self.extra: dict[str, Any] = {}
         self.counts: dict[str, Any] = {"rooms": {"opened": 2, "waiting": 3}, "threads": 4, "name": "fake"}
+
+    def trouble(self) -> str | None:
+        return self.hangs
 
     def start(self) -> None: ...
 

@@ -26,6 +26,14 @@ def test_liveness_is_red_only_after_a_death(node: FakeNode, decode: Endpoint) ->
     assert ask(decode, "GET", "/livez").status == 503
 
 
+@pytest.mark.parametrize("path", ["/health", "/health_generate", "/livez"])
+def test_a_thread_that_hangs_is_named(node: FakeNode, decode: Endpoint, path: str) -> None:
+    assert ask(decode, "GET", path).status == 200
+    node.hangs = "the thread pdplane-x hangs: no turn for 12 s"
+    answer = ask(decode, "GET", path)
+    assert (answer.status, answer.json["status"]) == (503, node.hangs)
+
+
 def test_a_node_without_counts_says_so(node: FakeNode, decode: Endpoint) -> None:
     node.alive = False
     assert ask(decode, "GET", "/statistics").status == 503

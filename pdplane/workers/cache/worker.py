@@ -236,6 +236,10 @@ class CacheWorker:
         """Listen. Raises ConfigError naming the address."""
         return self._listener.start()
 
+    def trouble(self) -> str | None:
+        """Return why no connection is accepted, None when there is no reason."""
+        return self._listener.trouble()
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until a client asks for shutdown; return whether one did."""
         return self._finished.wait(timeout_s)
@@ -351,11 +355,17 @@ class ModelWorker:
 
     def __init__(self, engine: PrefixEngine, worker: CacheWorker) -> None:
         self._engine, self._worker = engine, worker
+        self._is_loaded = False
 
     def start(self) -> Endpoint:
         """Load the model and listen. Raises ConfigError."""
         self._engine.start()
+        self._is_loaded = True
         return self._worker.start()
+
+    def trouble(self) -> str | None:
+        """Return which thread does not go on, None while all do, and while the model is loaded."""
+        return self._worker.trouble() or (self._engine.thread.trouble() if self._is_loaded else None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until a client asks for shutdown; return whether one did."""

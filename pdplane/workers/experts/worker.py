@@ -117,6 +117,10 @@ class ExpertWorker:
                 self.close()
         return self.endpoint
 
+    def trouble(self) -> str | None:
+        """Return which thread does not go on, None while all do, and while the store is opened."""
+        return None if self._bank is None else self._listener.trouble() or self.thread.trouble()
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the worker is closed; return whether it is. No client can end it."""
         return self._closed.wait(timeout_s)
