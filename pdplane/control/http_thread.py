@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import math
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -15,6 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
+from pdplane.control.http_door import Door, DoorOptions
 from pdplane.errors import InternalError, LocalProtocolError
 from pdplane.ids import Endpoint
 from pdplane.net import IDLE_TURN_S, Pulse, listen
@@ -25,6 +30,8 @@ T = TypeVar("T")
 
 _GRACE_S = 0.25  # time that running requests have when the server closes, before they are cancelled
 _BACKLOG = 512
+_LOG_INTERVAL_S = 30.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class _ServerLog(logging.LoggerAdapter[logging.Logger]):
@@ -44,11 +51,12 @@ def _one_line(error: HttpProcessingError) -> str:
 class HttpThread:
     """Runs aiohttp servers and clients on one thread of its own; everything else posts to it.
 
-    The constructor opens nothing. `close` is idempotent, bounded and joins.
+    Each server's connections are bounded by a `Door`. The constructor opens nothing. `close` is idempotent, bounded and
+    joins.
     """
 
-    def __init__(self, name: str = "pdplane-http") -> None:
-        self._name = name
+    def __init__(self, name: str = "pdplane-http", door: DoorOptions | None = None) -> None:
+        self._name, self._door_options = name, door
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -57,6 +65,9 @@ class HttpThread:
         # Owned by the loop's thread:
         self._runners: list[web.AppRunner] = []
         self._listeners: list[socket.socket] = []
+        self._servers: list[asyncio.Server] = []
+        self._doors: list[Door] = []
+        self._said_exhausted_s = -math.inf
         self._session: aiohttp.ClientSession | None = None
 
     def start(self) -> None:
@@ -74,7 +85,16 @@ class HttpThread:
 
     def _beat(self) -> None:
         self._pulse.beat()
+        for door in self._doors:
+            door.sweep()
         asyncio.get_running_loop().call_later(IDLE_TURN_S, self._beat)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many connections all servers have, and what was refused and dropped."""
+        total = Counter[str]()
+        for door in list(self._doors):
+            total.update(door.counts())
+        return dict(total)
 
     def trouble(self) -> str | None:
         """Return why nothing is answered any more, None while the thread goes on, and before and after its life."""
@@ -127,15 +147,31 @@ class HttpThread:
         # Listening here makes the loser of a race for a port get the same error as a latecomer; a name may take a
         # while, so not on the loop's thread.
         listener = await asyncio.get_running_loop().run_in_executor(None, listen, Endpoint(host, port))
+        door = Door(self._door_options)
+        app.middlewares.insert(0, door.watched)
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=_GRACE_S, logger=_ServerLog(server_logger)
         )
         await runner.setup()
-        await web.SockSite(runner, listener, backlog=_BACKLOG).start()
+        assert runner.server is not None, "it was set up"
+        door.open(runner.server)
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._failed)
+        self._servers.append(await loop.create_server(door, sock=listener, backlog=_BACKLOG))
+        self._doors.append(door)
         self._runners.append(runner)
         self._listeners.append(listener)
         bound = listener.getsockname()
         return Endpoint(bound[0], bound[1])
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log what asyncio reports; a lack of descriptors in one line an interval, whatever wants to connect."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in _EXHAUSTED):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._said_exhausted_s >= _LOG_INTERVAL_S:
+            self._said_exhausted_s = time.monotonic()
+            logger.error("no file descriptor is left for new HTTP connections: %s", error)
 
     async def _shut_down(self) -> None:
         runners, self._runners = self._runners, []
@@ -144,6 +180,8 @@ class HttpThread:
         for listener in self._listeners:
             asyncio.get_running_loop().remove_reader(listener)
         await _let_the_loop_turn()
+        for server in self._servers:
+            server.close()
         await asyncio.gather(*(runner.cleanup() for runner in runners))
         await _end_tasks()  # before the session: a request that is cancelled gives its connection back
         if self._session is not None:

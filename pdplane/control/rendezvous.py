@@ -25,6 +25,7 @@ Who may replace a registration:
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -230,6 +231,7 @@ def _refusal(status: int, reason: str) -> RendezvousError:
 
 logger = logging.getLogger(__name__)
 
+_BODY_S = 10.0
 MAX_BODY = 1 << 20  # a layout has at most 262,144 bytes, each at most doubled by JSON's quoting
 
 SCHEME, NONCE_HEADER, PROOF_HEADER = "Pdplane", "Pdplane-Nonce", "Pdplane-Proof"
@@ -318,7 +320,10 @@ class _Routes:
 
     async def _put(self, request: web.Request) -> web.Response:
         try:
-            data = await request.read()
+            async with asyncio.timeout(_BODY_S):
+                data = await request.read()
+        except TimeoutError as error:
+            raise RendezvousError("/route", 400, f"the body did not come within {_BODY_S:g} s") from error
         except web.HTTPRequestEntityTooLarge as error:
             raise RendezvousError("/route", 400, f"the body is longer than {MAX_BODY} bytes") from error
         self._authorize(request, data)

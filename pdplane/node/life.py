@@ -119,5 +119,10 @@ class NodeLife(abc.ABC, Generic[EngineKind, PlaneKind, Leg]):
         """Return every count, JSON-able. Raises LocalProtocolError unless the node runs."""
         if self._plane is None or self._queue is None:
             raise LocalProtocolError(f"this {self.role} has not started", Cause.CLOSING)
-        counts = {"legs": len(self._legs), **self._more_counts(), "blocks": self._queue.counts()}
+        counts = {
+            "legs": len(self._legs),
+            **self._more_counts(),
+            "blocks": self._queue.counts(),
+            "http": self._http.counts(),
+        }
         return {**counts, **self._plane.statistics()}
