@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 N = TypeVar("N", bound=Node, covariant=True)
 
 INSTALL_MLX = "the MLX engine is not installed: pip install 'pdplane[mlx]'"
+_MLX_DESCRIPTORS = 4096
 _LOOK_S = 0.1
 
 
@@ -142,3 +144,9 @@ def mlx_needed(blas: str = AUTO) -> Iterator[None]:
         if (error.name or "").partition(".")[0] not in ("mlx", "mlx_lm"):
             raise
         raise ConfigError(INSTALL_MLX) from error
+    except ValueError as error:
+        _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if isinstance(error, ConfigError) or not 0 <= hard < _MLX_DESCRIPTORS:
+            raise
+        text = f"the hard limit of open files is {hard}, and mlx-lm asks for {_MLX_DESCRIPTORS}: ulimit -Hn raises it"
+        raise ConfigError(text) from error

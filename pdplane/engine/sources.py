@@ -17,6 +17,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from pdplane.engine.folders import build_once
+from pdplane.engine.gguf import check_gguf
 from pdplane.engine.options import Progress, no_progress
 from pdplane.engine.untyped import load_gguf
 from pdplane.errors import ConfigError
@@ -73,6 +74,7 @@ def converted_folder(file: Path, progress: Progress = no_progress, form: Form = 
 
 def convert(file: Path, folder: Path, form: Form = "packed", progress: Progress = no_progress) -> None:
     """Write config.json, model.safetensors and the tokenizer of a GGUF file into an existing folder."""
+    check_gguf(file)
     try:
         tensors, metadata = load_gguf(file)
     except (RuntimeError, ValueError) as error:

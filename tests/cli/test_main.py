@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -102,3 +104,16 @@ def test_a_missing_engine_says_what_to_install() -> None:
         )
         assert ended.returncode == 1
         assert ended.stderr.strip() == f"pdplane {role}: the MLX engine is not installed: pip install 'pdplane[mlx]'"
+
+
+def test_too_few_descriptors_for_mlx_are_one_line() -> None:
+    words = [sys.executable, "-m", "pdplane.cli.main", "layout", "--model", "tiny:llama"]
+    if os.geteuid() == 0:  # who may raise its own limit has no such trouble
+        if not (setpriv := shutil.which("setpriv")):
+            pytest.skip("setpriv is not installed, and root may raise every limit")
+        words = [setpriv, "--bounding-set", "-sys_resource", *words]
+    few = ["sh", "-c", 'ulimit -Sn 256; ulimit -Hn 1024; exec "$@"', "sh", *words]
+    done = subprocess.run(few, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "the hard limit of open files is 1024" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -15,6 +15,7 @@ class StubReceiver:
 
     model_revision = "rev0"
     config_hash = "cfg0"
+    longest_cache = 1 << 31
 
     def __init__(self) -> None:
         self._held = 0

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
@@ -16,10 +17,12 @@ import pytest
 
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
-from pdplane.workers.cache.model import Left, PrefilledCache, TextRun
+from pdplane.workers.cache import codecs
+from pdplane.workers.cache.file import CacheFile
+from pdplane.workers.cache.model import CacheRun, Left, PrefilledCache, TextRun
 from pdplane.workers.cache.worker import CacheWorker, CacheWorkerOptions
 from pdplane.workers.cache.wp30 import Wp30Client, Wp30Limits
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tests.workers.stub_receiver import FailingReceiver, StubReceiver
 from tests.workers.wp30_cases import SERVER, Case, deep_nesting
 
@@ -302,3 +305,50 @@ def test_a_busy_port_is_named(worker: CacheWorker) -> None:
     with pytest.raises(ConfigError, match=str(worker.endpoint.port)):
         again.start()
     again.close()
+
+
+class Small(StubReceiver):
+    """Whose context needs little, and whose model runs when the test says so."""
+
+    longest_cache = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Semaphore(0), threading.Event()
+
+    def run_cache(self, file: CacheFile | None, query: Sequence[int], max_tokens: int, left: Left) -> CacheRun:
+        self.begun.release()
+        assert self.go.wait(PATIENCE_S)
+        return super().run_cache(file, query, max_tokens, left)
+
+
+@pytest.fixture
+def small() -> Iterator[tuple[Small, CacheWorker]]:
+    receiver = Small()
+    worker = CacheWorker(Endpoint("127.0.0.1", 0), receiver, CacheWorkerOptions(expanded_bytes=2500))
+    worker.start()
+    yield receiver, worker
+    receiver.go.set()
+    worker.close()
+
+
+@pytest.mark.parametrize("codec", codecs.LOSSLESS)
+def test_nothing_is_unpacked_beyond_what_the_context_needs(small: tuple[Small, CacheWorker], codec: str) -> None:
+    bomb = codecs.encode(codec, bytes(100_000))
+    header = {"cmd": "run_cache", "codec": codec, "query_ids": [1]}
+    reply, _payload = recorded_client(small[1], header, bytes(bomb))
+    assert reply["status"] == "implementation_error"
+    assert "1000" in reply["error"]
+
+
+def test_unpacked_caches_share_one_bound(small: tuple[Small, CacheWorker]) -> None:
+    receiver, worker = small
+    with ThreadPoolExecutor(3) as clients:
+        header = {"cmd": "run_cache", "codec": "zlib", "query_ids": [1]}
+        payload = bytes(codecs.encode("zlib", bytes(900)))
+        replies = [clients.submit(recorded_client, worker, header, payload) for _ in range(3)]
+        assert [receiver.begun.acquire(timeout=PATIENCE_S) for _ in range(2)] == [True, True]
+        assert recorded_client(worker, {"cmd": "ping"})[0]["config_hash"] == "cfg0", "others are answered meanwhile"
+        assert not receiver.begun.acquire(blocking=False), "the third would be more than the bound"
+        receiver.go.set()
+        assert [reply.result()[0]["status"] for reply in replies] == ["success"] * 3

@@ -19,7 +19,7 @@ from pdplane.engine.thread import EngineThread
 from pdplane.errors import ConfigError, IncompatibleCache, WireError
 from pdplane.workers.cache.codecs import expand, shrink
 from pdplane.workers.cache.file import CacheFile, CacheManifest, decode_cache_file, encode_cache_file
-from pdplane.workers.cache.saved import SavedCache, check_caches, restore_caches, save_caches
+from pdplane.workers.cache.saved import SavedCache, check_caches, longest_nbytes, restore_caches, save_caches
 
 Untyped: TypeAlias = Any  # mlx-lm's caches and their states have no types
 
@@ -254,3 +254,16 @@ def test_another_format_is_incompatible() -> None:
 def test_any_bytes_are_refused_cleanly(data: bytes) -> None:
     with pytest.raises((WireError, IncompatibleCache)):
         decode_cache_file(len(data).to_bytes(8, "little") + data)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_no_cache_is_larger_than_the_bound_of_its_context(mlx_thread: EngineThread, name: str) -> None:
+    def run() -> tuple[int, int, int]:
+        original = CACHES[name]()
+        before, bound = save_caches([original]), longest_nbytes(save_caches([original]), 25)
+        for _ in range(20):
+            step(original)
+        return sum(cache.nbytes for cache in before), sum(cache.nbytes for cache in save_caches([original])), bound
+
+    small, large, bound = mlx_thread.call(run)
+    assert max(small, large) <= bound <= 25 * small

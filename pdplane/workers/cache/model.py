@@ -75,6 +75,10 @@ class CacheModel(Protocol):
     @property
     def config_hash(self) -> str: ...
 
+    @property
+    def longest_cache(self) -> int:
+        """Bytes of the longest cache that the model's context needs: more is not unpacked."""
+
     def run_text(self, tokens: Sequence[int], max_tokens: int, left: Left) -> TextRun: ...
 
     def check_cache(self, data: Buffer, prefix_hash: str | None, lossy: str) -> CacheFile | None:
@@ -100,6 +104,10 @@ class MlxCacheModel:
     @property
     def config_hash(self) -> str:
         return self._engine.identity.config_hash
+
+    @property
+    def longest_cache(self) -> int:
+        return self._engine.longest_cache
 
     def run_text(self, tokens: Sequence[int], max_tokens: int, left: Left) -> TextRun:
         run = _result(self._engine.run(tokens, max_tokens), left)

@@ -19,9 +19,11 @@ from pdplane.engine.options import EngineOptions, Progress, no_progress
 from pdplane.engine.text import MlxTokenizer
 from pdplane.engine.thread import EngineThread, Job, Turns
 from pdplane.errors import ConfigError, InternalError
-from pdplane.workers.cache.saved import SavedCache, check_caches, restore_caches, save_caches
+from pdplane.workers.cache.saved import SavedCache, check_caches, longest_nbytes, restore_caches, save_caches
 
 _COMMIT = re.compile(r"[0-9a-f]{40}\Z")
+_UNKNOWN_CONTEXT = 1 << 18
+_FILE_HEADER_NBYTES = 1 << 20
 _PROBE = 4  # tokens of the prompt that shows what the model's caches look like
 
 
@@ -113,6 +115,12 @@ class PrefixEngine:
     @property
     def tokenizer(self) -> MlxTokenizer:
         return self.model.tokenizer
+
+    @property
+    def longest_cache(self) -> int:
+        """Bytes of the longest saved cache, as a file, that this model's context needs."""
+        context = self.model.context_length or _UNKNOWN_CONTEXT
+        return longest_nbytes(self._sample, context) + _FILE_HEADER_NBYTES
 
     def run(
         self, tokens: Sequence[int], max_tokens: int, on_token: Callable[[int], None] = lambda _token: None

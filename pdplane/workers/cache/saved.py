@@ -183,6 +183,19 @@ def restore_caches(saved: Sequence[SavedCache], fresh: Sequence[Cache]) -> list[
     return [_restored(f"layer.{layer}", cache, found) for layer, cache in enumerate(fresh)]
 
 
+def longest_nbytes(caches: Sequence[SavedCache], context: int) -> int:
+    """Return how many bytes the tensors of caches like these can have after up to `context` tokens."""
+    return sum(_longest_nbytes(cache, tensor, context) for cache in caches for tensor in cache.tensors)
+
+
+def _longest_nbytes(cache: SavedCache, tensor: SavedTensor, context: int) -> int:
+    rows = _BY_NAME[cache.class_name].rows
+    if rows is None:
+        return tensor.nbytes
+    _fewest, most = rows({**cache.numbers, "offset": context, "start": 0})
+    return tensor.nbytes // max(1, int(tensor.bits.shape[2])) * most
+
+
 def check_caches(saved: Sequence[SavedCache], ours: Sequence[SavedCache], token_count: int) -> None:
     """Raise IncompatibleCache unless a model whose caches look like `ours` can go on from `saved`.
 

@@ -6,12 +6,13 @@ import ipaddress
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 
 import attrs
 
-from pdplane.errors import IncompatibleCache, PdplaneError, WireError
+from pdplane.errors import Cause, IncompatibleCache, LocalProtocolError, PdplaneError, WireError
 from pdplane.ids import Endpoint
 from pdplane.net import Json
 from pdplane.workers.cache import codecs
@@ -32,6 +33,7 @@ from pdplane.workers.cache.wp30 import (
 from pdplane.workers.listener import BoundedSocket, Listener
 
 DEFAULT_MAX_TOKENS = 48
+_WAIT_S = 60.0
 _MAX_TOKEN = 2**31 - 1
 _MAX_TEXT = 1024
 
@@ -45,12 +47,37 @@ class Reply:
     timed: bool = True
 
 
+class Expansion:
+    """The memory that unpacked caches may take together; one more than the bound waits for another's end."""
+
+    def __init__(self, bound: int) -> None:
+        self._bound, self._held = bound, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def of(self, nbytes: int) -> Iterator[None]:
+        """Hold so many bytes inside the block; one alone gets in whatever it needs. Raises LocalProtocolError."""
+        with self._changed:
+            free = self._changed.wait_for(lambda: not self._held or self._held + nbytes <= self._bound, _WAIT_S)
+            if not free:
+                text = f"other caches took the memory for {self._bound} unpacked bytes for {_WAIT_S:g} s"
+                raise LocalProtocolError(text, Cause.FULL)
+            self._held += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= nbytes
+                self._changed.notify_all()
+
+
 class Commands:
     """Answers frames out of a receiver model; used by many threads."""
 
     def __init__(self, receiver: CacheModel, expanded_bytes: int) -> None:
         self._receiver = receiver
         self._expanded_bytes = expanded_bytes
+        self._expansion = Expansion(expanded_bytes)
         self._table: Mapping[str, Callable[[Frame, Left], Reply]] = {
             "ping": self._ping,
             "run_text": self._run_text,
@@ -83,8 +110,13 @@ class Commands:
 
     def _run_cache(self, frame: Frame, left: Left) -> Reply:
         codec, lossy = _codec(frame)
+        longest = min(self._expanded_bytes, self._receiver.longest_cache)
+        with self._expansion.of(longest):
+            return self._continued(frame, left, codec, lossy, longest)
+
+    def _continued(self, frame: Frame, left: Left, codec: str, lossy: str, longest: int) -> Reply:
         began = time.perf_counter()
-        data = codecs.decode(codec, frame.payload, self._expanded_bytes)
+        data = codecs.decode(codec, frame.payload, longest)
         decompress_ms = _since(began)
         file = self._receiver.check_cache(data, _prefix_hash(frame), lossy)
         checked_ms = _since(began)
