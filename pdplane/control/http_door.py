@@ -21,13 +21,15 @@ from aiohttp.typedefs import Handler, Middleware
 logger = logging.getLogger(__name__)
 
 _MOST = 1024
+_ADDRESS_SHARE = 0.75
+"""The part of the places that one address may have."""
 _LOG_INTERVAL_S = 30.0
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
 
 Protocols: TypeAlias = Callable[[], asyncio.Protocol]
 
 
-def _default_places() -> int:
+def default_places() -> int:
     """Return a third of the descriptors that the process may have: there are two servers, and data connections."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else max(16, min(_MOST, soft // 3))
@@ -35,10 +37,9 @@ def _default_places() -> int:
 
 @attrs.frozen
 class DoorOptions:
-    """`address_share` is the part of the places that one address may have."""
+    """The bounds of one server."""
 
-    places: int = attrs.Factory(_default_places)
-    address_share: float = 0.75
+    places: int = attrs.Factory(default_places)
     head_s: float = 15.0
     """For the head of a request, from the connection's beginning or its first byte."""
     idle_s: float = 75.0
@@ -148,7 +149,7 @@ class Door:
 
     def admit(self, caller: _Caller) -> bool:
         """Return whether a new connection may stay, for which an idle one may have to go."""
-        places, share = self.options.places, int(self.options.places * self.options.address_share)
+        places, share = self.options.places, int(self.options.places * _ADDRESS_SHARE)
         held = Counter(each.address for each in self._callers.values()) if len(self._callers) >= share else None
         if held is not None:
             if held[caller.address] >= share:

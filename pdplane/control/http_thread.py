@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
-from pdplane.control.http_door import Door, DoorOptions
+from pdplane.control.http_door import Door, DoorOptions, default_places
 from pdplane.errors import InternalError, LocalProtocolError
 from pdplane.ids import Endpoint
 from pdplane.net import IDLE_TURN_S, Pulse, listen
@@ -55,8 +55,15 @@ class HttpThread:
     joins.
     """
 
-    def __init__(self, name: str = "pdplane-http", door: DoorOptions | None = None) -> None:
-        self._name, self._door_options = name, door
+    def __init__(
+        self, name: str = "pdplane-http", *, places: int | None = None, head_s: float = 15.0, idle_s: float = 75.0
+    ) -> None:
+        """Set up; each server has `places` connections (None: by the file descriptors that the process may have).
+
+        A request's head may take `head_s`, the time between two requests `idle_s`.
+        """
+        self._name = name
+        self._door_options = DoorOptions(default_places() if places is None else places, head_s, idle_s)
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
