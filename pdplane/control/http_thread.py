@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
-from pdplane.control.http_door import Door, DoorOptions, default_places
+from pdplane.control.http_connections import ConnectionBounds, HttpConnections, default_places
 from pdplane.errors import InternalError, LocalProtocolError
 from pdplane.ids import Endpoint
 from pdplane.net import IDLE_TURN_S, Pulse, listen
@@ -51,7 +51,7 @@ def _one_line(error: HttpProcessingError) -> str:
 class HttpThread:
     """Runs aiohttp servers and clients on one thread of its own; everything else posts to it.
 
-    Each server's connections are bounded by a `Door`. The constructor opens nothing. `close` is idempotent, bounded and
+    The connections of each server are bounded. The constructor opens nothing. `close` is idempotent, bounded and
     joins.
     """
 
@@ -63,7 +63,7 @@ class HttpThread:
         A request's head may take `head_s`, the time between two requests `idle_s`.
         """
         self._name = name
-        self._door_options = DoorOptions(default_places() if places is None else places, head_s, idle_s)
+        self._bounds = ConnectionBounds(default_places() if places is None else places, head_s, idle_s)
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -73,7 +73,7 @@ class HttpThread:
         self._runners: list[web.AppRunner] = []
         self._listeners: list[socket.socket] = []
         self._servers: list[asyncio.Server] = []
-        self._doors: list[Door] = []
+        self._connections: list[HttpConnections] = []
         self._said_exhausted_s = -math.inf
         self._session: aiohttp.ClientSession | None = None
 
@@ -92,15 +92,15 @@ class HttpThread:
 
     def _beat(self) -> None:
         self._pulse.beat()
-        for door in self._doors:
-            door.sweep()
+        for connections in self._connections:
+            connections.sweep()
         asyncio.get_running_loop().call_later(IDLE_TURN_S, self._beat)
 
     def counts(self) -> dict[str, int]:
         """Return how many connections all servers have, and what was refused and dropped."""
         total = Counter[str]()
-        for door in list(self._doors):
-            total.update(door.counts())
+        for connections in list(self._connections):
+            total.update(connections.counts())
         return dict(total)
 
     def trouble(self) -> str | None:
@@ -154,18 +154,18 @@ class HttpThread:
         # Listening here makes the loser of a race for a port get the same error as a latecomer; a name may take a
         # while, so not on the loop's thread.
         listener = await asyncio.get_running_loop().run_in_executor(None, listen, Endpoint(host, port))
-        door = Door(self._door_options)
-        app.middlewares.insert(0, door.watched)
+        connections = HttpConnections(self._bounds)
+        app.middlewares.insert(0, connections.watched)
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=_GRACE_S, logger=_ServerLog(server_logger)
         )
         await runner.setup()
         assert runner.server is not None, "it was set up"
-        door.open(runner.server)
+        connections.open(runner.server)
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._failed)
-        self._servers.append(await loop.create_server(door, sock=listener, backlog=_BACKLOG))
-        self._doors.append(door)
+        self._servers.append(await loop.create_server(connections, sock=listener, backlog=_BACKLOG))
+        self._connections.append(connections)
         self._runners.append(runner)
         self._listeners.append(listener)
         bound = listener.getsockname()

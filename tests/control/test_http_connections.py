@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import pytest
 from aiohttp import web
 
-from pdplane.control.http_door import DoorOptions
+from pdplane.control.http_connections import ConnectionBounds
 from pdplane.control.http_thread import HttpThread
 from pdplane.ids import Endpoint
 from tests.http_client import ask
@@ -35,7 +35,7 @@ def _app() -> web.Application:
 
 @pytest.fixture
 def http(request: pytest.FixtureRequest) -> Iterator[HttpThread]:
-    thread = HttpThread("pdplane-http-door", **request.param)
+    thread = HttpThread("pdplane-http-connections", **request.param)
     thread.start()
     yield thread
     thread.close()
@@ -107,7 +107,7 @@ def test_the_last_descriptor_costs_one_line() -> None:
     program = """if True:
         import logging, os, resource, socket, threading
         from pdplane.control.http_thread import HttpThread
-        from tests.control.test_http_door import _app, call, HEAD
+        from tests.control.test_http_connections import _app, call, HEAD
         heard = threading.Event()
         class Heard(logging.StreamHandler):
             def emit(self, record):
@@ -149,4 +149,4 @@ def test_the_last_descriptor_costs_one_line() -> None:
 
 def test_the_default_is_below_the_limit_of_descriptors() -> None:
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert soft == resource.RLIM_INFINITY or 2 * DoorOptions().places < soft
+    assert soft == resource.RLIM_INFINITY or 2 * ConnectionBounds().places < soft

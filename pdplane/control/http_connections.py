@@ -36,7 +36,7 @@ def default_places() -> int:
 
 
 @attrs.frozen
-class DoorOptions:
+class ConnectionBounds:
     """The bounds of one server."""
 
     places: int = attrs.Factory(default_places)
@@ -49,8 +49,8 @@ class DoorOptions:
 class _Caller(asyncio.Protocol):
     """One connection, in front of aiohttp's own protocol, which hears of it only when it is let in."""
 
-    def __init__(self, door: Door, inner: asyncio.Protocol) -> None:
-        self._door, self.inner = door, inner
+    def __init__(self, connections: HttpConnections, inner: asyncio.Protocol) -> None:
+        self._all, self.inner = connections, inner
         self.transport: asyncio.Transport | None = None
         self.address = ""
         self.busy = False
@@ -63,15 +63,15 @@ class _Caller(asyncio.Protocol):
     @property
     def in_vain(self) -> float:
         """For how long it may go on as it does now, in seconds since `since`."""
-        options = self._door.options
+        options = self._all.options
         return options.head_s if self._sends else options.idle_s
 
     def begin(self) -> None:
-        """A request's head has come."""
+        """Note that a request's head has come."""
         self.busy, self.has_asked = True, True
 
     def end(self) -> None:
-        """The request was answered."""
+        """Note that the request was answered."""
         self.busy, self._sends, self.since = False, False, time.monotonic()
 
     def drop(self) -> None:
@@ -84,25 +84,25 @@ class _Caller(asyncio.Protocol):
         self.transport = transport
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if isinstance(peer, tuple) else ""
-        if self._door.admit(self):
+        if self._all.admit(self):
             self.inner.connection_made(transport)
             return
         transport.write(_FULL)
         transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._door.leave(self):
+        if self._all.leave(self):
             self.inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._door.holds(self):
+        if not self._all.holds(self):
             return
         if not (self.busy or self._sends):
             self._sends, self.since = True, time.monotonic()
         self.inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        return self.inner.eof_received() if self._door.holds(self) else None
+        return self.inner.eof_received() if self._all.holds(self) else None
 
     def pause_writing(self) -> None:
         self.inner.pause_writing()
@@ -111,11 +111,11 @@ class _Caller(asyncio.Protocol):
         self.inner.resume_writing()
 
 
-class Door:
+class HttpConnections:
     """Makes the protocols of one server's connections; everything but `counts` runs on the loop's thread."""
 
-    def __init__(self, options: DoorOptions | None = None) -> None:
-        self.options = options or DoorOptions()
+    def __init__(self, options: ConnectionBounds | None = None) -> None:
+        self.options = options or ConnectionBounds()
         self._make: Protocols | None = None
         self._callers: dict[asyncio.BaseProtocol, _Caller] = {}
         self._totals = Counter[str]()
