@@ -56,13 +56,13 @@ class Forward:
             yield done
 
     def step(self, token: mx.array, sampler: Sampler | None = None) -> Row:
-        """Start the step of one token, an array of one element that need not be computed yet.
+        """Start the step of a token, an array of one element that need not be computed yet, or of a prompt's last ones.
 
         Without a sampler the likeliest token is chosen; a sampler has to know the tokens before this one.
         """
         sampler = sampler or Sampler(GREEDY)
         with mx.stream(generation_stream):
-            logits = self.model.network(token.reshape(1, 1), cache=self.caches)[:, -1, :]
+            logits = self.model.network(token.reshape(1, -1), cache=self.caches)[:, -1, :]
             row = sampler.choose(logits, self.model.agree)
             self._quantise()
             evaluate_later(row.logprobs, *row.arrays)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from pdplane.api import GREEDY, OnReused, Sampling, Token
 from pdplane.engine.caches import Leaf
@@ -20,6 +21,9 @@ from pdplane.engine.ranks import RankGroup
 from pdplane.engine.sampling import Sampler
 from pdplane.engine.tap import OnStep, Tap
 from pdplane.engine.thread import Job, Turns
+
+SHORT_END = 64
+"""Tokens; for more the output layer, which is computed for each of them, costs more than it saves."""
 
 
 def _ignore(_tokens: int) -> None:
@@ -88,16 +92,32 @@ class MlxPrefillEngine(MlxEngine):
         if reused:  # its pages can leave at once
             tap.begin(reused)
             tap.end(forward.caches)
-        for done in forward.prefill_chunks(prompt, tap.begin, reused):
+        chunks, done = forward.prefill_chunks(prompt, tap.begin, reused), reused
+        while done < len(prompt) - 1 and not self._ends_at_once(len(prompt) - done):
+            done = next(chunks)
             tap.end(forward.caches)
             if done < len(prompt) - 1:
                 yield
-        row = forward.step(mx.array(prompt[-1]), Sampler(sampling, prompt, self.kept))
+        row = forward.step(mx.array(prompt[done:]), Sampler(sampling, prompt, self.kept))
         token = row.read(keep_row=keep_row)
         tap.finish(forward.caches)
         if self._caches:
             self._caches.keep(prompt, forward.caches)
         return token
+
+    def _ends_at_once(self, rest: int) -> bool:
+        """Say whether so many last tokens are computed in one step: a short end, while other prompts wait.
+
+        mlx-lm computes the last token by itself, which reads all weights once more; the bits of the two ways differ as
+        those of pieces do. A model with windows or states has more to do at the chunk's end.
+        """
+        return (
+            rest <= SHORT_END
+            and len(self._line) > 0
+            and self._caches is not None
+            and not self.options.exact
+            and all(leaf.cache_class is KVCache for leaf in self.opened.leaves)
+        )
 
     def prompt_caches(self) -> dict[str, int]:
         """Return what is kept of prompts, and how many tokens were reused so far."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from functools import partial
 from typing import Any
 
 import attrs
@@ -13,7 +14,9 @@ import pytest
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.prefill import MlxPrefillEngine
 from pdplane.engine.prompts import MAX_OVERTAKES, PromptLine
+from pdplane.engine.reference import single_process
 from pdplane.engine.thread import EngineThread, Job, Turns
+from pdplane.kv.arena import Pool
 
 
 @attrs.define(eq=False)
@@ -143,3 +146,28 @@ def test_queued_prompts_of_a_model_end_one_after_the_other() -> None:
         for job in jobs:
             job.result(30)
     assert done == ["x", "A", "B", "C"]
+
+
+@pytest.mark.parametrize(("exact", "model", "parts"), [(False, "llama", 1), (True, "llama", 2), (False, "gemma3", 2)])
+def test_short_ends_are_computed_in_one_step_while_others_wait(exact: bool, model: str, parts: int) -> None:
+    """Of three queued prompts the last one has nobody behind it, and is computed as one mlx-lm process does."""
+    options = EngineOptions(model=f"tiny:{model}", block_tokens=8, arena_bytes=8 << 20, exact=exact)
+    prompts = [[7 * place + token for token in range(1, 20)] for place in range(3)]
+    told: list[list[range]] = [[], [], []]
+    with MlxPrefillEngine(options) as engine:
+        free, loaded = Pool(engine.layout), threading.Event()
+        engine.thread.submit(lambda: _opened(loaded))
+        jobs = [
+            engine.prefill(
+                prompt,
+                free.allocate(engine.blocks_needed(len(prompt))),
+                lambda _steps, chunk, heard=heard: heard.append(chunk),
+            )
+            for prompt, heard in zip(prompts, told, strict=True)
+        ]
+        loaded.set()
+        found = [job.result(60).id for job in jobs]
+        plain = partial(single_process, engine.opened.model, max_tokens=1, options=options)
+        alone = [engine.thread.call(partial(plain, prompt))[0].id for prompt in prompts]
+    assert found == alone
+    assert [len({chunk.stop for chunk in chunks}) for chunks in told] == [parts, parts, 2]
