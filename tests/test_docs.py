@@ -103,3 +103,14 @@ def test_the_map_has_the_packages_and_their_imports() -> None:
         for name, row in re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
     }
     assert drawn == {name: allowed for name, allowed in ALLOWED.items() if not name.startswith("__")}
+
+
+def test_the_scenarios_name_tests_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", (ROOT / "docs/reliability.md").read_text())
+    assert len(named) > 100
+    known = {
+        (str(path.relative_to(ROOT / "tests")), name)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert sorted(set(named) - known) == []
