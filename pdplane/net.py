@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import math
 import os
+import resource
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NoReturn, Protocol, TypeAlias
 
 import attrs
@@ -175,6 +178,51 @@ class Pulse:
             return f"the thread {self._name} has ended"
         late_s = time.monotonic() - self._at
         return f"the thread {self._name} hangs: no turn for {late_s:.0f} s" if late_s > self._allowed_s else None
+
+
+# ---- Doors: how many may come in, and what is written of those that may not
+
+
+def share_of_descriptors(part: float, most: int) -> int:
+    """Return how many connections one door may have: a part of the process's file descriptors, at most `most`."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if soft == resource.RLIM_INFINITY else max(16, min(most, int(soft * part)))
+
+
+class Complaints:
+    """Lines of a log about peers that are wrong: one an interval for each key, and few for all keys together.
+
+    What is not written is counted, and told in the next line. Any thread.
+    """
+
+    _LINES = 20
+
+    def __init__(self, logger: logging.Logger, interval_s: float = 60.0) -> None:
+        self._logger, self._interval_s = logger, interval_s
+        self._lock = threading.Lock()
+        self._written: dict[Hashable, float] = {}  # the oldest first
+        self._kept: Counter[Hashable] = Counter()  # of each such key, and under None those of all others
+
+    def tell(self, key: Hashable, text: str, *values: object) -> None:
+        """Write a warning, unless one with this key was written a moment ago."""
+        if (more := self._admit(key, time.monotonic())) is None:
+            return
+        if more:
+            text, values = f"{text} (and %d more such lines that were not written)", (*values, more)
+        self._logger.warning(text, *values)
+
+    def _admit(self, key: Hashable, now: float) -> int | None:
+        """Return how many lines were kept back before this one; None when it is kept back too."""
+        with self._lock:
+            for old in [old for old, at in self._written.items() if now - at >= self._interval_s]:
+                del self._written[old]
+                if old != key:
+                    self._kept[None] += self._kept.pop(old, 0)
+            if key in self._written or len(self._written) >= self._LINES:
+                self._kept[key if key in self._written else None] += 1
+                return None
+            self._written[key] = now
+            return self._kept.pop(key, 0) + self._kept.pop(None, 0)
 
 
 # ---- Waking a thread

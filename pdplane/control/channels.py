@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hmac
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Never, TypeAlias
 
 import zmq
 from zmq.utils import z85
 
 from pdplane import wire
+from pdplane.control.connections import Connections, Intake, News
 from pdplane.control.reactor import Reactor
 from pdplane.errors import Cause, ConfigError, Why, WireError
 from pdplane.ids import Endpoint, SessionId, new_life
+from pdplane.kv.layout import Layout
 from pdplane.machine import events
 from pdplane.machine.actions import DecodeAction, Offer, Send, Tell
 from pdplane.messages import Preallocation, Registration, Status, is_legacy
 from pdplane.security import Secret
+from pdplane.wire.frames import MAX_LAYOUT
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _DOMAIN = b"pdplane"
@@ -116,28 +119,89 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
         socket.send(frame, _MORE if number < last else _LAST)
 
 
+MayOffer: TypeAlias = Callable[[bytes, SessionId], bool]
+
+
+class Reading:
+    """What of a decode rank's messages is parsed: nothing large of a peer from which it means nothing.
+
+    `may_offer` tells whether a session belongs to an identity; manifests of others are not looked at. A layout that is
+    far longer than ours is another model's.
+    """
+
+    def __init__(self, may_offer: MayOffer = lambda _identity, _session: True, layout: bytes | None = None) -> None:
+        self._may_offer = may_offer
+        self._longest = MAX_LAYOUT if layout is None else 4 * len(layout) + 4096
+
+    def registration(self, identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
+        """Return the machine's event for a registration, accepted or rejected."""
+        try:
+            registration = wire.decode_registration(frames)
+            layout = self._read_layout(registration.layout)
+        except WireError as wrong:
+            try:
+                route = wire.decode_route(frames)
+            except WireError:
+                route = None
+            return events.RegistrationRejected(identity, route, wrong.field, str(wrong))
+        return events.RegistrationReceived(identity, registration, layout)
+
+    def preallocation(self, identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
+        """Return a pre-allocation as the machine's event; raise WireError when room or session cannot be read."""
+        room, session = wire.preallocation_route(frames)  # without them nobody can be answered
+        if not self._may_offer(identity, session):
+            return events.PreallocationReceived(identity, room, session, None)
+        offer = wire.decode_preallocation(frames)
+        try:
+            manifest = wire.decode_manifest(offer.manifest) if offer.manifest else None
+        except WireError as wrong:
+            return events.PreallocationRejected(identity, room, session, str(wrong))
+        return events.PreallocationReceived(identity, room, session, manifest)
+
+    def _read_layout(self, text: bytes) -> Layout:
+        if len(text) > self._longest:
+            raise WireError("layout", f"a layout of {len(text)} bytes is another model's: ours is far shorter")
+        return wire.decode_layout(text)
+
+
 class RouterChannel:
     """A prefill rank's end: receives from every decode rank, answers each by the identity of its connection."""
 
-    def __init__(self, rejected: Counter[str], curve: Curve | None = None) -> None:
+    def __init__(
+        self,
+        rejected: Counter[str],
+        connections: Connections | None = None,
+        reading: Reading | None = None,
+        curve: Curve | None = None,
+    ) -> None:
         self._rejected, self._curve = rejected, curve
-        self._socket: zmq.Socket[bytes] | None = None
+        self._connections, self._reading = connections or Connections(rejected), reading or Reading()
+        self._intake: Intake | None = None
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        assert self._socket is not None, "bind first"
-        return self._socket
+        assert self._intake is not None, "bind first"
+        return self._intake.socket
+
+    @property
+    def news(self) -> News:
+        assert self._intake is not None, "bind first"
+        return News(self._intake)
 
     def bind(self, context: Context, listen: Endpoint) -> Endpoint:
         """Bind and give the real address. Raises ConfigError, which names one that cannot be bound."""
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        bound = context.socket(zmq.ROUTER)
+        self._intake = self._connections.watch("control port", bound)
+        bound.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._curve is not None:
-            self._curve.serve(self._socket)
-        return bind_socket(self._socket, listen, "control port")
+            self._curve.serve(bound)
+        return bind_socket(bound, listen, "control port")
 
     def receive(self) -> list[events.PrefillEvent]:
-        identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        assert self._intake is not None, "bind first"
+        if not (message := self._intake.receive()):
+            return []
+        identity, *frames = message
         if is_legacy(identity):  # only we give this name, to legacy peers
             self._rejected["reserved_identity"] += 1
             return []
@@ -160,39 +224,15 @@ class RouterChannel:
         return []
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
+        if self._intake is not None:
+            self._intake.close()
 
     def _read(self, identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
         if wire.is_notice(frames):
             return events.NoticeReceived(identity, wire.decode_notice(frames))
         if wire.is_registration(frames):
-            return read_registration(identity, frames)
-        return read_preallocation(identity, frames)
-
-
-def read_registration(identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
-    """Return the machine's event for a registration, accepted or rejected."""
-    try:
-        registration = wire.decode_registration(frames)
-        layout = wire.decode_layout(registration.layout)
-    except WireError as wrong:
-        try:
-            route = wire.decode_route(frames)
-        except WireError:
-            route = None
-        return events.RegistrationRejected(identity, route, wrong.field, str(wrong))
-    return events.RegistrationReceived(identity, registration, layout)
-
-
-def read_preallocation(identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
-    """Return a pre-allocation as the machine's event; raise WireError when room or session cannot be read."""
-    offer = wire.decode_preallocation(frames)  # without room and session nobody can be answered
-    try:
-        manifest = wire.decode_manifest(offer.manifest) if offer.manifest else None
-    except WireError as wrong:
-        return events.PreallocationRejected(identity, offer.room, offer.session, str(wrong))
-    return events.PreallocationReceived(identity, offer.room, offer.session, manifest)
+            return self._reading.registration(identity, frames)
+        return self._reading.preallocation(identity, frames)
 
 
 # ---- The native control channel on a decode rank: one DEALER for each prefill rank that it needs
@@ -202,27 +242,36 @@ class DealerChannel:
     """A decode rank's end: the connection to one life of one prefill rank."""
 
     def __init__(
-        self, channel: events.Channel, session: SessionId, rejected: Counter[str], curve: Curve | None = None
+        self,
+        channel: events.Channel,
+        session: SessionId,
+        rejected: Counter[str],
+        connections: Connections,
+        curve: Curve | None = None,
     ) -> None:
         self._channel, self._session, self._rejected, self._curve = channel, session, rejected, curve
-        self._socket: zmq.Socket[bytes] | None = None
+        self._connections = connections
+        self._intake: Intake | None = None
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        assert self._socket is not None, "connect first"
-        return self._socket
+        assert self._intake is not None, "connect first"
+        return self._intake.socket
 
     def connect(self, context: Context, endpoint: Endpoint) -> None:
         """Begin to connect; messages sent meanwhile are queued."""
-        self._socket = context.socket(zmq.DEALER)
+        connecting = context.socket(zmq.DEALER)
+        self._intake = self._connections.watch(f"channel to {endpoint}", connecting)
         # Unguessable and never used twice: two owners of one identity would steal each other's messages.
-        self._socket.setsockopt(zmq.IDENTITY, new_life().encode("ascii"))
+        connecting.setsockopt(zmq.IDENTITY, new_life().encode("ascii"))
         if self._curve is not None:
-            self._curve.join(self._socket)
-        self._socket.connect(endpoint.url("tcp"))
+            self._curve.join(connecting)
+        connecting.connect(endpoint.url("tcp"))
 
     def receive(self) -> list[events.DecodeEvent]:
-        frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        assert self._intake is not None, "connect first"
+        if not (frames := self._intake.receive()):
+            return []
         try:
             if wire.is_notice(frames):
                 return [events.NoticeFromPrefill(self._channel, wire.decode_notice(frames))]
@@ -239,8 +288,8 @@ class DealerChannel:
             self._rejected["undeliverable"] += 1
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
+        if self._intake is not None:
+            self._intake.close()
 
     def _frames(self, action: Tell | Offer) -> list[bytes]:
         if isinstance(action, Offer):
@@ -254,8 +303,8 @@ class DealerChannel:
 class Dealers:
     """Every channel of one decode rank; used on the reactor's thread only, except `open` and `close`."""
 
-    def __init__(self, rejected: Counter[str], curve: Curve | None) -> None:
-        self._rejected, self._curve = rejected, curve
+    def __init__(self, rejected: Counter[str], curve: Curve | None, connections: Connections | None = None) -> None:
+        self._rejected, self._curve, self._connections = rejected, curve, connections or Connections(rejected)
         self._context: Context | None = None
         self._reactor: Reactor[events.DecodeEvent, DecodeAction] | None = None
         self._channels: dict[events.Channel, DealerChannel] = {}
@@ -267,7 +316,7 @@ class Dealers:
         """Begin to connect; return an event if that cannot be tried (a host that is no address, no sockets left)."""
         assert self._context is not None, "open first"
         assert self._reactor is not None, "open first"
-        dealer = DealerChannel(channel, session, self._rejected, self._curve)
+        dealer = DealerChannel(channel, session, self._rejected, self._connections, self._curve)
         try:
             dealer.connect(self._context, endpoint)
         except zmq.ZMQError as error:

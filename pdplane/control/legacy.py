@@ -9,7 +9,6 @@ Rules: docs/legacy_wire.md sections 1, 3, 5, 6 and 11.
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeAlias, TypeVar
@@ -20,12 +19,12 @@ import zmq
 from pdplane import wire
 from pdplane.control.channels import (
     Context,
+    Reading,
     bind_socket,
     open_context,
-    read_preallocation,
-    read_registration,
     send_frames,
 )
+from pdplane.control.connections import Connections, Intake, News
 from pdplane.control.reactor import Reactor
 from pdplane.errors import Cause, Why, WireError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
@@ -89,26 +88,36 @@ def reply_host(host: str) -> str:
 class LegacyPrefillChannel:
     """A prefill rank's end; used on the reactor's thread only, except `bind` and `close`."""
 
-    def __init__(self, rejected: Counter[str]) -> None:
+    def __init__(
+        self, rejected: Counter[str], connections: Connections | None = None, reading: Reading | None = None
+    ) -> None:
         self._rejected = rejected
+        self._connections, self._reading = connections or Connections(rejected), reading or Reading()
         self._context: Context | None = None
-        self._pull: zmq.Socket[bytes] | None = None
+        self._pull: Intake | None = None
         self._identities: Latest[SessionId, bytes] = Latest(MAX_PEERS)
         self._addresses: Latest[bytes, Endpoint] = Latest(2 * MAX_PEERS)
-        self._pushes: Latest[Endpoint, zmq.Socket[bytes]] = Latest(MAX_SOCKETS)
+        self._pushes: Latest[Endpoint, Intake] = Latest(MAX_SOCKETS)
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
         assert self._pull is not None, "bind first"
-        return self._pull
+        return self._pull.socket
+
+    @property
+    def news(self) -> News:
+        assert self._pull is not None, "bind first"
+        return News(self._pull)
 
     def bind(self, context: Context, listen: Endpoint) -> Endpoint:
         """Bind and give the real address. Raises ConfigError, which names one that cannot be bound."""
-        self._context, self._pull = context, context.socket(zmq.PULL)
-        return bind_socket(self._pull, listen, "legacy control port")
+        self._context, self._pull = context, self._connections.watch("legacy control port", context.socket(zmq.PULL))
+        return bind_socket(self.socket, listen, "legacy control port")
 
     def receive(self) -> list[events.PrefillEvent]:
-        return self.read(self.socket.recv_multipart(zmq.NOBLOCK))
+        assert self._pull is not None, "bind first"
+        frames = self._pull.receive()
+        return self.read(frames) if frames else []
 
     def read(self, frames: Sequence[bytes]) -> list[events.PrefillEvent]:
         """Return the events of one message; one whose sender cannot be answered is dropped and counted."""
@@ -153,7 +162,7 @@ class LegacyPrefillChannel:
         identity = legacy_identity(route)
         self._identities.put(route.session, identity)
         self._addresses.put(identity, Endpoint(route.host, route.port))
-        return read_registration(identity, frames)
+        return self._reading.registration(identity, frames)
 
     def _preallocation(self, frames: Sequence[bytes]) -> list[events.PrefillEvent]:
         _, session = wire.preallocation_route(frames)
@@ -161,21 +170,21 @@ class LegacyPrefillChannel:
         if identity is None:  # there is no address to answer
             self._rejected["unknown_session"] += 1
             return []
-        return [read_preallocation(identity, frames)]
+        return [self._reading.preallocation(identity, frames)]
 
     def _push(self, address: Endpoint) -> zmq.Socket[bytes]:
         push = self._pushes.get(address)
         if push is None:
             assert self._context is not None, "bind first"
-            push = self._context.socket(zmq.PUSH)
-            push.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
+            push = self._connections.watch(f"channel to {address}", self._context.socket(zmq.PUSH))
+            push.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
             for old in self._pushes.put(address, push):
                 self._drop(old)
-            push.connect(address.url("tcp"))
-        return push
+            push.socket.connect(address.url("tcp"))
+        return push.socket
 
     @staticmethod
-    def _drop(push: zmq.Socket[bytes] | None) -> None:
+    def _drop(push: Intake | None) -> None:
         if push is not None:
             push.close()
 
@@ -218,53 +227,57 @@ def probed(line: LegacyLine, found: Endpoint | None) -> events.DecodeEvent | Non
 class LegacyLine:
     """The PUSH to one prefill rank, and the events of its connection."""
 
-    def __init__(self, channel: events.Channel, endpoint: Endpoint, context: Context) -> None:
+    def __init__(self, channel: events.Channel, endpoint: Endpoint, context: Context, connections: Connections) -> None:
         self.channel, self.endpoint = channel, endpoint
         self.stands = False  # the rank has accepted the connection, and has not left since
         self.introduction: list[bytes] = []
         self._left = False
-        self._push = context.socket(zmq.PUSH)
-        wanted = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        self.socket: zmq.Socket[bytes] = self._push.get_monitor_socket(wanted)
+        self._push = connections.watch(f"channel to {endpoint}", context.socket(zmq.PUSH), self._told)
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """What brings the events of the connection."""
+        return self._push.monitor
 
     def connect(self) -> None:
-        self._push.connect(self.endpoint.url("tcp"))
+        self._push.socket.connect(self.endpoint.url("tcp"))
 
     def receive(self) -> list[events.DecodeEvent]:
-        """Take one event of the socket; register again when the connection is back, since another life may be there."""
-        event = int.from_bytes(self.socket.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
-        self.stands = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        if not self.stands:
-            self._left = True
+        self._push.hear_one()
+        return []
+
+    def _told(self, event: int, _value: int) -> None:
+        """Register again when the connection is back, since another life may be there."""
+        if event == zmq.EVENT_DISCONNECTED:
+            self.stands, self._left = False, True
             logger.warning(
                 "legacy prefill rank %d at %s closed the connection", self.channel.prefill_rank, self.endpoint
             )
-        elif self._left and self.introduction:
-            self._left = not self.queue(self.introduction)
-        return []
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.stands = True
+            if self._left and self.introduction:
+                self._left = not self.queue(self.introduction)
 
     def queue(self, frames: list[bytes]) -> bool:
         """Queue one message; return False when the queue is full."""
         try:
-            send_frames(self._push, frames)
+            send_frames(self._push.socket, frames)
         except zmq.Again:
             return False
         return True
 
     def close(self) -> None:
-        self._push.disable_monitor()
-        self.socket.close()
         self._push.close()
 
 
 class LegacyPrefills:
     """Every legacy channel of one decode rank; used on the reactor's thread only, except `bind` and `close`."""
 
-    def __init__(self, rejected: Counter[str], probe: Probe) -> None:
-        self._rejected, self._probe = rejected, probe
+    def __init__(self, rejected: Counter[str], probe: Probe, connections: Connections | None = None) -> None:
+        self._rejected, self._probe, self._connections = rejected, probe, connections or Connections(rejected)
         self._session = SessionId("")
         self._context: Context | None = None
-        self._pull: zmq.Socket[bytes] | None = None
+        self._pull: Intake | None = None
         self._reactor: Reactor[events.DecodeEvent, DecodeAction] | None = None
         self._lines: dict[events.Channel, LegacyLine] = {}
         self._asked: Latest[Room, _Asked] = Latest(MAX_ROOMS)
@@ -275,20 +288,24 @@ class LegacyPrefills:
         Raises ConfigError.
         """
         self._session, self._context = session, open_context()
-        self._pull = self._context.socket(zmq.PULL)
-        return bind_socket(self._pull, listen, "legacy status port")
+        self._pull = self._connections.watch("legacy status port", self._context.socket(zmq.PULL))
+        return bind_socket(self.socket, listen, "legacy status port")
 
     def open(self, reactor: Reactor[events.DecodeEvent, DecodeAction]) -> None:
+        assert self._pull is not None, "bind first"
         self._reactor = reactor
         reactor.watch(self)
+        reactor.watch(News(self._pull))
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
         assert self._pull is not None, "bind first"
-        return self._pull
+        return self._pull.socket
 
     def receive(self) -> list[events.DecodeEvent]:
-        return self.read(self.socket.recv_multipart(zmq.NOBLOCK))
+        assert self._pull is not None, "bind first"
+        frames = self._pull.receive()
+        return self.read(frames) if frames else []
 
     def read(self, frames: Sequence[bytes]) -> list[events.DecodeEvent]:
         """Return the event of one status; one that cannot be read, or of a room that was never offered, is counted."""
@@ -311,7 +328,7 @@ class LegacyPrefills:
         assert self._context is not None, "bind first"
         assert self._reactor is not None, "open first"
         try:
-            line = self._lines[channel] = LegacyLine(channel, endpoint, self._context)
+            line = self._lines[channel] = LegacyLine(channel, endpoint, self._context, self._connections)
             self._reactor.watch(line)
             line.connect()
         except zmq.ZMQError as error:

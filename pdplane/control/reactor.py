@@ -55,7 +55,8 @@ Event_co = TypeVar("Event_co", covariant=True)
 Event_contra = TypeVar("Event_contra", contravariant=True)
 Action_co = TypeVar("Action_co", covariant=True)
 
-_TURN = 256  # messages taken from one socket before the others get their turn
+_TURN, _TURN_S = 256, 0.02  # messages taken from one socket, or the time, before the others get their turn
+_IDLE_S = 1.0  # longest wait: less than a peer's silence, since of a pause in a wait that much counts as time
 
 
 class Machine(Protocol[Event_contra, Action_co]):
@@ -97,8 +98,7 @@ class Reactor(Generic[Event, Action]):
         machine: Machine[Event | Tick, Action],
         perform: Callable[[Action], Iterable[Event]],
         broken: Callable[[Exception], None],
-        *,
-        stalled_s: float = STALLED_S,
+        tend: Callable[[float], float] | None = None,
     ) -> None:
         self._name, self._machine, self._perform, self._broken = name, machine, perform, broken
         self._posted: deque[Event | _Question | None] = deque()
@@ -109,6 +109,7 @@ class Reactor(Generic[Event, Action]):
         self._wake: float | None = None
         self._clock = AwakeClock()
         self._pulse = Pulse(name, stalled_s)
+        self._tend, self._tend_due = tend, 0.0
 
     # ---- any thread
 
@@ -189,9 +190,7 @@ class Reactor(Generic[Event, Action]):
             self._broken(error)
 
     def _turn(self) -> bool:
-        self._pulse.beat()
-        # No longer than a peer's silence, since of a pause in a wait that much counts as time.
-        timeout = IDLE_TURN_S if self._wake is None else min(IDLE_TURN_S, max(0.0, self._wake - self._clock.now()))
+        timeout = self._timeout()
         self._clock.lap(timeout)
         ready = dict(self._poller.poll(int(timeout * 1000) + 1 if timeout else 0))
         self._clock.lap()
@@ -205,7 +204,13 @@ class Reactor(Generic[Event, Action]):
                 self._take_messages(source)
         if self._wake is not None and self._clock.now() >= self._wake:
             self._feed(Tick())
+        if self._tend is not None and (now := time.monotonic()) >= self._tend_due:
+            self._tend_due = self._tend(now)
         return True
+
+    def _timeout(self) -> float:
+        timeout = _IDLE_S if self._wake is None else min(_IDLE_S, max(0.0, self._wake - self._clock.now()))
+        return timeout if self._tend is None else min(timeout, max(0.0, self._tend_due - time.monotonic()))
 
     def _take_posted(self) -> bool:
         for _ in range(len(self._posted)):
@@ -219,6 +224,7 @@ class Reactor(Generic[Event, Action]):
         return True
 
     def _take_messages(self, source: Source[Event]) -> None:
+        until = time.monotonic() + _TURN_S
         for _ in range(_TURN):
             try:
                 events = source.receive()
@@ -226,7 +232,7 @@ class Reactor(Generic[Event, Action]):
                 return
             for event in events:
                 self._feed(event)
-            if source.socket.closed:
+            if source.socket.closed or time.monotonic() > until:
                 return
 
     def _feed(self, event: Event | Tick) -> None:

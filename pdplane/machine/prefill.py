@@ -15,7 +15,7 @@ from functools import singledispatchmethod
 import attrs
 
 from pdplane.errors import Cause, LocalProtocolError, PdplaneError, RoomFailed, Why, WireError
-from pdplane.ids import Generation, Life, Room
+from pdplane.ids import Generation, Life, Room, SessionId
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import Manifest, validate_manifest
 from pdplane.machine import events
@@ -83,6 +83,10 @@ class PrefillMachine:
             rejected=dict(self._rejected),
             totals=dict(self._rooms.totals),
         )
+
+    def may_offer(self, identity: bytes, session: SessionId) -> bool:
+        """Return whether the connection owns the session: only then its manifest is worth reading."""
+        return self._sessions.owner(identity, session) is not None
 
     # ---- what peers say
 

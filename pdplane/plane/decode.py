@@ -9,6 +9,7 @@ import attrs
 
 from pdplane import wire
 from pdplane.control.channels import Curve, Dealers
+from pdplane.control.connections import Connections
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.legacy import LegacyLine, LegacyPrefills, probed
 from pdplane.control.lookup import LookUpOptions, PrefillFound, PrefillNotFound, RendezvousClient
@@ -66,8 +67,9 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
             config.bootstrap_timeout_s, config.unreachable_timeout_s, unproved=config.legacy is True
         )
         self._look_up = RendezvousClient(self._http, options, config.secret)
-        self._dealers = Dealers(self._rejected, Curve(config.secret) if config.secret else None)
-        self._legacy = LegacyPrefills(self._rejected, self._probe) if config.speaks_legacy else None
+        self._connections = connections = Connections(self._rejected)
+        self._dealers = Dealers(self._rejected, Curve(config.secret) if config.secret else None, connections)
+        self._legacy = LegacyPrefills(self._rejected, self._probe, connections) if config.speaks_legacy else None
 
     def _make_receiver(self, scheme: str, port: int) -> Receiver:
         return open_receiver(
@@ -249,7 +251,9 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
         )
         self._machine = DecodeMachine(_settings(config), self.layout, self.life, registration, self._fingerprint)
         _check_words(registration, Hello("1", self.life, self._fingerprint))
-        reactor = self._reactor = Reactor("pdplane-decode", self._machine, self._perform, self._broke)
+        reactor = self._reactor = Reactor(
+            "pdplane-decode", self._machine, self._perform, self._broke, self._connections.tend
+        )
         self._dealers.open(reactor)
         if self._legacy:
             self._legacy.open(reactor)

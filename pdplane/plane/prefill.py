@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pdplane import wire
-from pdplane.control.channels import Context, Curve, Gatekeeper, RouterChannel, open_context
+from pdplane.control.channels import Context, Curve, Gatekeeper, Reading, RouterChannel, open_context
+from pdplane.control.connections import Connections
 from pdplane.control.http_thread import HttpThread
 from pdplane.control.legacy import LegacyPrefillChannel
 from pdplane.control.lookup import Announcement, Announcer
@@ -54,8 +55,10 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         self._senders = Senders(config, self.arena, self.life, self._post)
         curve = Curve(config.secret) if config.secret else None
         self._gate = Gatekeeper(curve) if curve else None
-        self._router = RouterChannel(self._rejected, curve)
-        self._legacy = LegacyPrefillChannel(self._rejected) if config.speaks_legacy else None
+        self._connections = Connections(self._rejected)
+        common = self._rejected, self._connections, Reading(self._may_offer, wire.encode_layout(layout))
+        self._router = RouterChannel(*common, curve)
+        self._legacy = LegacyPrefillChannel(*common) if config.speaks_legacy else None
         self._context: Context | None = None
         self._announcer: Announcer | None = None
         self._control: Endpoint | None = None
@@ -157,6 +160,10 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
     def _channel_of(self, identity: bytes) -> RouterChannel | LegacyPrefillChannel:
         return self._legacy if self._legacy is not None and is_legacy(identity) else self._router
 
+    def _may_offer(self, identity: bytes, session: SessionId) -> bool:
+        assert isinstance(self._machine, PrefillMachine)
+        return self._machine.may_offer(identity, session)
+
     def _tell(self, action: actions.PrefillAction) -> None:
         assert isinstance(action, actions.Offered | actions.Succeed | actions.Release | actions.Fail)
         handle = self._handles.get(action.ticket)
@@ -193,16 +200,20 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         config = self.config
         self._senders.check()
         self._machine = PrefillMachine(_settings(config), self.layout, self.life, self._fingerprint)
-        reactor = self._reactor = Reactor("pdplane-prefill", self._machine, self._perform, self._broke)
+        reactor = self._reactor = Reactor(
+            "pdplane-prefill", self._machine, self._perform, self._broke, self._connections.tend
+        )
         self._context = context = open_context()
         if self._gate:
             self._gate.bind(context)
             reactor.watch(self._gate)
         self._control = self._router.bind(context, Endpoint(config.host, config.control_port))
         reactor.watch(self._router)
+        reactor.watch(self._router.news)
         if self._legacy:
             self.legacy_control = self._legacy.bind(context, Endpoint(config.host, config.legacy_port))
             reactor.watch(self._legacy)
+            reactor.watch(self._legacy.news)
         log_legacy(config, "decode")
         self._http.start()
         self._rendezvous = config.rendezvous or self._serve_rendezvous()

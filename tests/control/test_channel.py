@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from pdplane import wire
-from pdplane.control.channels import Dealers, RouterChannel, open_context
+from pdplane.control.channels import Dealers, Reading, RouterChannel, open_context
 from pdplane.control.reactor import Reactor
 from pdplane.errors import Cause, ConfigError, Why
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId, new_life
@@ -83,6 +83,19 @@ def test_it_reads_the_three_messages(router: Router) -> None:
         assert isinstance(rejected, events.RegistrationRejected)
         assert rejected.route is not None
     assert not router.rejected
+
+
+def test_only_the_owner_of_a_session_has_its_manifests_read() -> None:
+    owned: list[bytes] = []
+    reading = Reading(lambda identity, _session: identity in owned, b"x" * 100)
+    frames = [b"1", b"127.0.0.1:1", b"no manifest"]
+    stranger = reading.preallocation(b"one", frames)
+    assert stranger == events.PreallocationReceived(b"one", Room(1), SessionId("127.0.0.1:1"), None)
+    owned.append(b"one")
+    assert isinstance(reading.preallocation(b"one", frames), events.PreallocationRejected)
+    long = reading.registration(b"one", [b"None", b"h", b"1", b"s:1", b"\1" * 8, b"{" * 4600, b"1", b"0"])
+    assert isinstance(long, events.RegistrationRejected)
+    assert "another model's" in long.reason
 
 
 def test_what_is_no_message_is_counted_by_its_field(router: Router) -> None:

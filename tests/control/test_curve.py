@@ -43,7 +43,7 @@ class Guarded:
 @pytest.fixture
 def guarded() -> Iterator[Guarded]:
     curve, machine = Curve(SECRET), Heard()
-    gate, router, context = Gatekeeper(curve), RouterChannel(Counter(), curve), open_context()
+    gate, router, context = Gatekeeper(curve), RouterChannel(Counter(), curve=curve), open_context()
     reactor: Reactor[events.PrefillEvent, actions.PrefillAction] = Reactor(
         "router of a test",
         machine,
