@@ -11,7 +11,7 @@ import zmq
 from zmq.utils import z85
 
 from pdplane import wire
-from pdplane.control.connections import Connections, Intake, News
+from pdplane.control.connections import Connections, Intake, Comings
 from pdplane.control.reactor import Reactor
 from pdplane.errors import Cause, ConfigError, Why, WireError
 from pdplane.ids import Endpoint, SessionId, new_life
@@ -184,9 +184,9 @@ class RouterChannel:
         return self._intake.socket
 
     @property
-    def news(self) -> News:
+    def comings(self) -> Comings:
         assert self._intake is not None, "bind first"
-        return News(self._intake)
+        return Comings(self._intake)
 
     def bind(self, context: Context, listen: Endpoint) -> Endpoint:
         """Bind and give the real address. Raises ConfigError, which names one that cannot be bound."""

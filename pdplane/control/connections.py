@@ -66,7 +66,7 @@ class _Link:
         return plain(str(self.peer[0]))
 
 
-class News:
+class Comings:
     """What libzmq tells of a socket's connections. A source of the reactor that causes no events."""
 
     def __init__(self, intake: Intake) -> None:

@@ -24,7 +24,7 @@ from pdplane.control.channels import (
     open_context,
     send_frames,
 )
-from pdplane.control.connections import Connections, Intake, News
+from pdplane.control.connections import Connections, Intake, Comings
 from pdplane.control.reactor import Reactor
 from pdplane.errors import Cause, Why, WireError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
@@ -105,9 +105,9 @@ class LegacyPrefillChannel:
         return self._pull.socket
 
     @property
-    def news(self) -> News:
+    def comings(self) -> Comings:
         assert self._pull is not None, "bind first"
-        return News(self._pull)
+        return Comings(self._pull)
 
     def bind(self, context: Context, listen: Endpoint) -> Endpoint:
         """Bind and give the real address. Raises ConfigError, which names one that cannot be bound."""
@@ -295,7 +295,7 @@ class LegacyPrefills:
         assert self._pull is not None, "bind first"
         self._reactor = reactor
         reactor.watch(self)
-        reactor.watch(News(self._pull))
+        reactor.watch(Comings(self._pull))
 
     @property
     def socket(self) -> zmq.Socket[bytes]:

@@ -209,11 +209,11 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
             reactor.watch(self._gate)
         self._control = self._router.bind(context, Endpoint(config.host, config.control_port))
         reactor.watch(self._router)
-        reactor.watch(self._router.news)
+        reactor.watch(self._router.comings)
         if self._legacy:
             self.legacy_control = self._legacy.bind(context, Endpoint(config.host, config.legacy_port))
             reactor.watch(self._legacy)
-            reactor.watch(self._legacy.news)
+            reactor.watch(self._legacy.comings)
         log_legacy(config, "decode")
         self._http.start()
         self._rendezvous = config.rendezvous or self._serve_rendezvous()
