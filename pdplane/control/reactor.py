@@ -56,7 +56,6 @@ Event_contra = TypeVar("Event_contra", contravariant=True)
 Action_co = TypeVar("Action_co", covariant=True)
 
 _TURN, _TURN_S = 256, 0.02  # messages taken from one socket, or the time, before the others get their turn
-_IDLE_S = 1.0  # longest wait: less than a peer's silence, since of a pause in a wait that much counts as time
 
 
 class Machine(Protocol[Event_contra, Action_co]):
@@ -88,8 +87,9 @@ class Reactor(Generic[Event, Action]):
 
     `perform` runs on this thread, must not block, and may return events that its own failures cause.
     `broken` is called once, on this thread, if a bug ends the loop: the owner must then fail everything that waits. One
-    event that takes longer than `stalled_s` shows in `trouble`. The constructor opens nothing; `close` is idempotent,
-    bounded and joins.
+    event that takes longer than `stalled_s` shows in `trouble`. `tend` looks after the sockets: it is called with the
+    time, monotonic and with pauses, and returns when it is due again. The constructor opens nothing; `close` is
+    idempotent, bounded and joins.
     """
 
     def __init__(
@@ -99,6 +99,8 @@ class Reactor(Generic[Event, Action]):
         perform: Callable[[Action], Iterable[Event]],
         broken: Callable[[Exception], None],
         tend: Callable[[float], float] | None = None,
+        *,
+        stalled_s: float = STALLED_S,
     ) -> None:
         self._name, self._machine, self._perform, self._broken = name, machine, perform, broken
         self._posted: deque[Event | _Question | None] = deque()
@@ -190,6 +192,7 @@ class Reactor(Generic[Event, Action]):
             self._broken(error)
 
     def _turn(self) -> bool:
+        self._pulse.beat()
         timeout = self._timeout()
         self._clock.lap(timeout)
         ready = dict(self._poller.poll(int(timeout * 1000) + 1 if timeout else 0))
@@ -209,7 +212,8 @@ class Reactor(Generic[Event, Action]):
         return True
 
     def _timeout(self) -> float:
-        timeout = _IDLE_S if self._wake is None else min(_IDLE_S, max(0.0, self._wake - self._clock.now()))
+        # No longer than a peer's silence, since of a pause in a wait that much counts as time.
+        timeout = IDLE_TURN_S if self._wake is None else min(IDLE_TURN_S, max(0.0, self._wake - self._clock.now()))
         return timeout if self._tend is None else min(timeout, max(0.0, self._tend_due - time.monotonic()))
 
     def _take_posted(self) -> bool:
