@@ -11,7 +11,7 @@ import zmq
 from zmq.utils import z85
 
 from pdplane import wire
-from pdplane.control.connections import Connections, Intake, Comings
+from pdplane.control.connections import Comings, Connections, Intake
 from pdplane.control.reactor import Reactor
 from pdplane.errors import Cause, ConfigError, Why, WireError
 from pdplane.ids import Endpoint, SessionId, new_life

@@ -24,7 +24,7 @@ from pdplane.control.channels import (
     open_context,
     send_frames,
 )
-from pdplane.control.connections import Connections, Intake, Comings
+from pdplane.control.connections import Comings, Connections, Intake
 from pdplane.control.reactor import Reactor
 from pdplane.errors import Cause, Why, WireError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
