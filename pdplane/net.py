@@ -180,11 +180,11 @@ class Pulse:
         return f"the thread {self._name} hangs: no turn for {late_s:.0f} s" if late_s > self._allowed_s else None
 
 
-# ---- Doors: how many may come in, and what is written of those that may not
+# ---- How many may connect, and what is written of peers that are wrong
 
 
 def share_of_descriptors(part: float, most: int) -> int:
-    """Return how many connections one door may have: a part of the process's file descriptors, at most `most`."""
+    """Return how many connections one listener may have: a part of the process's file descriptors, at most `most`."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else max(16, min(most, int(soft * part)))
 

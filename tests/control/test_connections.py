@@ -24,7 +24,7 @@ KINDS = {zmq.ROUTER: b"DEALER", zmq.PULL: b"PUSH", zmq.DEALER: b"ROUTER", zmq.PU
 
 
 @attrs.define
-class Door:
+class Watched:
     """Watched sockets and what came out of them."""
 
     context: zmq.Context[zmq.Socket[bytes]] = attrs.field(factory=open_context)
@@ -37,11 +37,11 @@ class Door:
         self.table = Connections(self.rejected)
 
     def open(self, kind: int) -> Intake:
-        self.intakes.append(self.table.watch("door", self.context.socket(kind)))
+        self.intakes.append(self.table.watch("port", self.context.socket(kind)))
         return self.intakes[-1]
 
     def bind(self, kind: int) -> Endpoint:
-        return bind_socket(self.open(kind).socket, LOOPBACK, "door")
+        return bind_socket(self.open(kind).socket, LOOPBACK, "port")
 
     def meet(self, kind: int) -> Speaker:
         """Return a peer of a new socket of this kind; the socket binds or connects as ours do."""
@@ -71,12 +71,12 @@ class Door:
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    door = Door()
-    yield door
-    for intake in door.intakes:
+def watched() -> Iterator[Watched]:
+    watched = Watched()
+    yield watched
+    for intake in watched.intakes:
         intake.close()
-    door.context.term()
+    watched.context.term()
 
 
 def whole(*frames: bytes) -> bytes:
@@ -85,65 +85,65 @@ def whole(*frames: bytes) -> bytes:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nbytes", [0, 200, 1 << 20])
-def test_a_message_that_never_ends_ends_its_connection(door: Door, kind: int, nbytes: int) -> None:
-    with door.meet(kind) as endless:
+def test_a_message_that_never_ends_ends_its_connection(watched: Watched, kind: int, nbytes: int) -> None:
+    with watched.meet(kind) as endless:
         endless.pour(frame(bytes(nbytes), MORE))
-        door.until(lambda: endless.ended, "the end of the connection")
-    assert not door.heard
-    assert door.rejected["connections_ended"] == 1
+        watched.until(lambda: endless.ended, "the end of the connection")
+    assert not watched.heard
+    assert watched.rejected["connections_ended"] == 1
     assert endless.sent < 256 << 20
 
 
-def test_a_frame_that_never_ends_takes_no_more_than_others(door: Door) -> None:
-    endpoint = door.bind(zmq.ROUTER)
+def test_a_frame_that_never_ends_takes_no_more_than_others(watched: Watched) -> None:
+    endpoint = watched.bind(zmq.ROUTER)
     with contextlib.ExitStack() as stack:
         for _ in range(12):
             peer = stack.enter_context(Speaker.connect(endpoint))
             peer.send(bytes([2]) + (4 << 20).to_bytes(8, "big") + bytes(2 << 20))
-        door.until(lambda: door.rejected["connections_ended"] >= 8, "the end of those that are too much together")
+        watched.until(lambda: watched.rejected["connections_ended"] >= 8, "the end of those that are too much together")
 
 
-def test_whole_messages_of_a_busy_peer_end_nothing(door: Door) -> None:
+def test_whole_messages_of_a_busy_peer_end_nothing(watched: Watched) -> None:
     """Also while messages of others wait, and when nothing was received for a while."""
-    with door.meet(zmq.PULL) as busy:
+    with watched.meet(zmq.PULL) as busy:
         message = whole(b"1", bytes(200_000))
         for _ in range(100):
             busy.send(message)
-            door.table.tend(time.monotonic())
-        door.until(lambda: len(door.heard) == 100, "every message")
-    assert not door.rejected
+            watched.table.tend(time.monotonic())
+        watched.until(lambda: len(watched.heard) == 100, "every message")
+    assert not watched.rejected
 
 
 @pytest.mark.parametrize("kind", [zmq.ROUTER, zmq.PULL, zmq.DEALER])
-def test_what_has_too_many_frames_is_dropped_and_what_follows_is_heard(door: Door, kind: int) -> None:
-    with door.meet(kind) as peer:
+def test_what_has_too_many_frames_is_dropped_and_what_follows_is_heard(watched: Watched, kind: int) -> None:
+    with watched.meet(kind) as peer:
         peer.send(whole(*[b"x"] * 10) + whole(*[b""] * 900) + whole(b"good", b"one"))
-        door.until(lambda: [b"good", b"one"] in [heard[-2:] for heard in door.heard], "the message behind")
-    assert door.rejected == {"too_many_frames": 2}
+        watched.until(lambda: [b"good", b"one"] in [heard[-2:] for heard in watched.heard], "the message behind")
+    assert watched.rejected == {"too_many_frames": 2}
 
 
-def test_a_message_of_very_many_frames_holds_nobody_up(door: Door) -> None:
+def test_a_message_of_very_many_frames_holds_nobody_up(watched: Watched) -> None:
     """Its frames are dropped some at a time, and its connection is ended."""
-    endpoint = door.bind(zmq.ROUTER)
+    endpoint = watched.bind(zmq.ROUTER)
     with Speaker.connect(endpoint) as many, Speaker.connect(endpoint) as good:
         good.send(whole(b"first"))
-        door.until(lambda: len(door.heard) == 1, "the first message")
+        watched.until(lambda: len(watched.heard) == 1, "the first message")
         many.send(whole(*[b""] * 50_000))
-        door.until(lambda: many.ended, "the end of the connection")
+        watched.until(lambda: many.ended, "the end of the connection")
         good.send(whole(b"good"))
         turns = 0
-        while [b"good"] not in [heard[1:] for heard in door.heard]:
-            door.turn(calls=1)
+        while [b"good"] not in [heard[1:] for heard in watched.heard]:
+            watched.turn(calls=1)
             turns += 1
             assert turns < 10_000
-    assert door.rejected == {"too_many_frames": 1, "connections_ended": 1}
+    assert watched.rejected == {"too_many_frames": 1, "connections_ended": 1}
 
 
-def test_an_address_that_did_that_makes_no_new_connection_for_a_moment(door: Door) -> None:
-    endpoint = door.bind(zmq.ROUTER)
+def test_an_address_that_did_that_makes_no_new_connection_for_a_moment(watched: Watched) -> None:
+    endpoint = watched.bind(zmq.ROUTER)
     with Speaker.connect(endpoint) as many, socket.socket() as new:
         many.send(whole(*[b""] * 5000))
-        door.until(lambda: many.ended, "the end of the connection")
+        watched.until(lambda: many.ended, "the end of the connection")
         new.settimeout(0.01)
         new.connect((endpoint.host, endpoint.port))
 
@@ -155,18 +155,18 @@ def test_an_address_that_did_that_makes_no_new_connection_for_a_moment(door: Doo
             except ConnectionResetError:
                 return True
 
-        door.until(ended, "the end of the new one")
+        watched.until(ended, "the end of the new one")
 
 
-def test_the_silent_make_place_for_the_others(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_silent_make_place_for_the_others(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)
-    door.table = Connections(door.rejected)
-    endpoint = door.bind(zmq.ROUTER)
+    watched.table = Connections(watched.rejected)
+    endpoint = watched.bind(zmq.ROUTER)
     with contextlib.ExitStack() as stack:
         good = stack.enter_context(Speaker.connect(endpoint))
         good.send(whole(b"first"))
-        door.until(lambda: bool(door.heard), "the first message")
+        watched.until(lambda: bool(watched.heard), "the first message")
         silent = [stack.enter_context(Speaker.connect(endpoint)) for _ in range(40)]
-        door.until(lambda: sum(peer.ended for peer in silent) == 21, "the end of the oldest")
+        watched.until(lambda: sum(peer.ended for peer in silent) == 21, "the end of the oldest")
         good.send(whole(b"second"))
-        door.until(lambda: [b"second"] in [heard[1:] for heard in door.heard], "the second message")
+        watched.until(lambda: [b"second"] in [heard[1:] for heard in watched.heard], "the second message")
