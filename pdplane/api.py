@@ -361,9 +361,20 @@ class EngineAssembly(Protocol):
         """Give the caches up, since the room failed or its request needs none; harmless at any time."""
 
 
+class EnginePrefix(Protocol):
+    """The first tokens of a prompt whose KV a decode engine has kept, and keeps until `release`."""
+
+    @property
+    def tokens(self) -> int:
+        """How many; a multiple of the layout's `prefix_granularity`, fewer than the prompt has."""
+
+    def release(self) -> None:
+        """Let the engine forget it, since no sequence will begin with it any more; idempotent, any thread."""
+
+
 @attrs.frozen
 class EngineDecodeRequest:
-    """A sequence whose prompt's KV lies in the arena; `blocks` are in slot order for each group.
+    """A sequence whose prompt's KV, behind `prefix`, lies in the arena; `blocks` are in slot order for each group.
 
     `max_tokens` counts the first token, which prefill drew; a token of `stop_ids` is reported and ends the sequence.
     `assembly` is what `DecodeEngine.assemble` gave for this prompt and these blocks; without one all is copied now.
@@ -376,6 +387,7 @@ class EngineDecodeRequest:
     stop_ids: frozenset[int] = frozenset()
     sampling: Sampling = GREEDY
     assembly: EngineAssembly | None = None
+    prefix: EnginePrefix | None = None
     key: int = 0
     """The job's name on all ranks of a split model."""
 
@@ -402,8 +414,8 @@ class Engine(Protocol):
     def context_length(self) -> int | None:
         """The model's longest sequence in tokens, None when it has no such limit."""
 
-    def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
-        """Return how many blocks of each group a prompt's cache takes."""
+    def blocks_needed(self, prompt_len: int, prefix_len: int = 0) -> dict[GroupId, int]:
+        """Return how many blocks of each group a prompt's cache takes, from `prefix_len` on."""
 
     def trouble(self) -> str | None:
         """Return why the engine's thread does not go on, which names it; None while it does or is merely busy."""
@@ -455,7 +467,15 @@ class PrefillEngine(Engine, Protocol):
 class DecodeEngine(Engine, Protocol):
     """Continues from a prompt's KV in its arena."""
 
-    def assemble(self, prompt_len: int, blocks: Mapping[GroupId, Sequence[int]]) -> EngineAssembly:
+    def hold(self, prompt: Sequence[int]) -> EnginePrefix | None:
+        """Return the longest beginning of a prompt whose KV is kept, if any; its caller releases it."""
+
+    def prompt_caches(self) -> Mapping[str, int]:
+        """Return what is kept of sequences, as in `PrefillEngine`."""
+
+    def assemble(
+        self, prompt_len: int, blocks: Mapping[GroupId, Sequence[int]], prefix: EnginePrefix | None = None
+    ) -> EngineAssembly:
         """Begin a sequence while its blocks are still being written. Raises ConfigError for what cannot work."""
 
     @property

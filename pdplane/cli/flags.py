@@ -11,7 +11,7 @@ from pdplane.cli.process import LEVELS
 from pdplane.engine.blas import AUTO, WHEEL
 from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, PAGE_LAYOUTS, EngineOptions
 from pdplane.errors import ConfigError
-from pdplane.options import count, duration, port, size, whole
+from pdplane.options import count, duration, port, size, size_or_nothing, whole
 from pdplane.security import Secret
 from pdplane.transport.framing import XXH3
 from pdplane.transport.registry import LOOPBACK, TRANSPORTS
@@ -135,6 +135,14 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
     )
     _add_transport_flags(parser.add_argument_group("moving the cache"))
     limits = parser.add_argument_group("running")
+    limits.add_argument(
+        "--prompt-cache-bytes",
+        type=size_or_nothing,
+        default="1GiB",
+        metavar="SIZE",
+        help="caches to keep for prompts that begin alike, prefill's of prompts, decode's of whole sequences; "
+        "0 for none (default: %(default)s)",
+    )
     limits.add_argument(
         "--max-waiting",
         type=count,
@@ -278,7 +286,7 @@ def daemon_options(args: argparse.Namespace) -> DaemonOptions:
     if not args.host:
         raise ConfigError("--host is empty: that would be every interface")
     return DaemonOptions(
-        engine=engine_options(args),
+        engine=attrs.evolve(engine_options(args), prompt_cache_bytes=args.prompt_cache_bytes),
         host=args.host,
         http_port=args.port,
         served_model_name=args.served_model_name or args.model,

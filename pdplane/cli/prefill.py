@@ -17,7 +17,7 @@ from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError
 from pdplane.node.prefill import PrefillLeg, PrefillNode
 from pdplane.node.ranks import BeginLeg, Follower, LeadPrefill, Meet, Ranks, Request
-from pdplane.options import endpoint, port, size_or_nothing
+from pdplane.options import endpoint, port
 from pdplane.plane.config import PrefillConfig
 from pdplane.serving.routes import prefill_app
 
@@ -45,20 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="refuse a decode whose last bits could differ, and reuse only such caches as keep them",
     )
-    own.add_argument(
-        "--prompt-cache-bytes",
-        type=size_or_nothing,
-        default="1GiB",
-        metavar="SIZE",
-        help="caches of prompts to keep for others that begin alike 0 for none (default: %(default)s)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the daemon; return the exit code. Raises ConfigError."""
     options = daemon_options(args)
-    chosen = attrs.evolve(options.engine, exact=args.exact, prompt_cache_bytes=args.prompt_cache_bytes)
-    options = attrs.evolve(options, engine=chosen)
+    options = attrs.evolve(options, engine=attrs.evolve(options.engine, exact=args.exact))
     config = PrefillConfig(
         **plane_fields(args),
         control_port=args.control_port,

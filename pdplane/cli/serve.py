@@ -38,7 +38,10 @@ MODEL_FLAGS = (
     "--kv-bits", "--kv-group-size", "--blas", "--seed",
 )  # fmt: skip
 
-ROLE_FLAGS: Mapping[Role, tuple[str, ...]] = {"prefill": ("--prompt-cache-bytes",), "decode": ("--decode-concurrency",)}
+ROLE_FLAGS: Mapping[Role, tuple[str, ...]] = {
+    "prefill": ("--prompt-cache-bytes",),
+    "decode": ("--prompt-cache-bytes", "--decode-concurrency"),
+}
 
 # What mlx_lm.server knows and a pair of daemons cannot do.
 _REFUSED: Mapping[str, str] = {
@@ -75,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=size_or_nothing,
         default="1GiB",
         metavar="SIZE",
-        help="caches of prompts that prefill keeps for others that begin alike, 0 for none (default: %(default)s)",
+        help="caches that each daemon keeps for prompts that begin alike, 0 for none (default: %(default)s)",
     )
     serve.add_argument(
         "--decode-concurrency",

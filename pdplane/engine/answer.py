@@ -25,17 +25,17 @@ class Answer:
     assemble: Callable[[], Forward]
     kept: Sequence[int] = ()
     keep_rows: bool = False
-    count: int = attrs.field(default=0, init=False)
+    tokens: list[int] = attrs.field(factory=list, init=False)
 
     @property
     def missing(self) -> int:
         """Tokens that may still come."""
-        return self.limit - self.count
+        return self.limit - len(self.tokens)
 
     @property
     def rows(self) -> int:
         """Tokens whose keys and values the caches hold, but for one that is under way."""
-        return len(self.request.prompt) + self.count - 1
+        return len(self.request.prompt) + len(self.tokens) - 1
 
     def begin(self) -> FinishReason | None:
         """Report the first token; return the reason when it is the last, and then no cache is made."""
@@ -56,7 +56,7 @@ class Answer:
 
     def add(self, token: Token) -> FinishReason | None:
         """Report the next token; return the reason when it is the last."""
-        self.count += 1
+        self.tokens.append(token.id)
         self.on_token(token)
         if token.id in self.request.stop_ids:
             return "stop"

@@ -12,11 +12,13 @@ one row a step, so what holds at the join holds until the end.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
+from typing import TypeAlias
 
 import attrs
 import mlx.core as mx
@@ -25,10 +27,13 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from pdplane.api import FinishReason
 from pdplane.engine.answer import Answer
-from pdplane.engine.caches import joined, keep, walk
+from pdplane.engine.caches import Leaf, joined, keep, walk
 from pdplane.engine.sampling import Row, Sampler
 from pdplane.engine.thread import EngineThread, Turns
 from pdplane.engine.untyped import Cache, Network, evaluate_later
+
+Left: TypeAlias = Callable[[Answer, Callable[[Leaf], Cache]], None]
+"""Called with a sequence that takes no more steps, and what gives its cache of a leaf."""
 
 FREE_PADDING = 1024
 """Rows of padding that are never too many: reading them costs less than reading the weights once more."""
@@ -127,8 +132,8 @@ class Batch:
     and with it the order in which sums are made.
     """
 
-    def __init__(self, network: Network) -> None:
-        self._network = network
+    def __init__(self, network: Network, left: Left) -> None:
+        self._network, self._left = network, left
         self._caches: list[Cache] = []
         self._is_merged = False
         self._places: list[_Place] = []
@@ -179,12 +184,20 @@ class Batch:
     def _keep(self, numbers: list[int]) -> None:
         if len(numbers) == len(self._places):
             return
+        with mx.stream(generation_stream):
+            for number in set(range(len(self._places))).difference(numbers):
+                self._left(self._places[number].member.answer, functools.partial(self._cache_of, number))
         self._places = [self._places[number] for number in numbers]
         if not numbers:
             self._caches, self._is_merged = [], False
         with mx.stream(generation_stream):
             for cache in self._caches:
                 keep(cache, numbers)
+
+    def _cache_of(self, number: int, leaf: Leaf) -> Cache:
+        """Return one member's cache of a leaf, which nobody else changes."""
+        cache = leaf.find(self._caches)
+        return cache.extract(number) if self._is_merged else cache
 
     def _start(self) -> None:
         tokens = [place.token.reshape(1) for place in self._places]
@@ -212,8 +225,8 @@ class BatchJob:
     cache has a row for each token; without one all lengths are alike.
     """
 
-    def __init__(self, thread: EngineThread, network: Network, size: int, *, grows: bool) -> None:
-        self._thread, self._network, self._size, self._grows = thread, network, size, grows
+    def __init__(self, thread: EngineThread, network: Network, size: int, left: Left, *, grows: bool) -> None:
+        self._thread, self._network, self._size, self._left, self._grows = thread, network, size, left, grows
         self._lock = threading.Lock()
         self._arrived: list[BatchMember] = []
         self._is_running = False
@@ -271,7 +284,7 @@ class BatchJob:
         member = self._waiting.popleft()
         batch = self._fitting(member.answer.rows)
         if batch is None:
-            batch = Batch(self._network)
+            batch = Batch(self._network, self._left)
             self._batches.append(batch)
         batch.join(member)
         self._joined += 1

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 
-from pdplane.api import EngineDecodeRequest, FinishReason, Token
+from pdplane.api import EngineDecodeRequest, EnginePrefix, FinishReason, Token
 from pdplane.engine.answer import Answer
 from pdplane.engine.batch import BatchJob, BatchMember, why_alone
+from pdplane.engine.caches import Leaf
 from pdplane.engine.engine import MlxEngine
 from pdplane.engine.forward import Forward
 from pdplane.engine.model import Prepare
 from pdplane.engine.options import EngineOptions, Progress, no_progress
 from pdplane.engine.pages import Assembly, Blocks, leaf_nbytes
+from pdplane.engine.prompts import CUT_TOKENS, Prefix, PromptCaches
 from pdplane.engine.ranks import RankGroup
 from pdplane.engine.sampling import Row, Sampler
 from pdplane.engine.thread import Job, Turns
+from pdplane.engine.untyped import Cache
 from pdplane.errors import ConfigError, InternalError
 
 
@@ -34,14 +38,18 @@ class MlxDecodeEngine(MlxEngine):
         self._batch: BatchJob | None = None
         self._why_alone: str | None = None
         self._alone = self._alone_ever = 0
+        self._caches: PromptCaches | None = None
         self._lock = threading.Lock()
 
     def start(self, progress: Progress = no_progress) -> None:
         super().start(progress)
         if self._batch is None:
             self._why_alone = self.thread.call(self._find_why_alone)
-            grows = any(leaf.kind.is_history for leaf in self.opened.leaves)
-            self._batch = BatchJob(self.thread, self.opened.model.network, self.concurrency, grows=grows)
+            grows, network = bool(self._histories), self.opened.model.network
+            self._batch = BatchJob(self.thread, network, self.concurrency, self._keep, grows=grows)
+            if self._can_reuse:
+                step = math.lcm(CUT_TOKENS, self.layout.prefix_granularity)
+                self._caches = PromptCaches(self.options, step)
 
     def facts(self) -> Mapping[str, str | int | None]:
         return {**super().facts(), "max_running_requests": self.concurrency, "sequences_alone_because": self._why_alone}
@@ -62,16 +70,28 @@ class MlxDecodeEngine(MlxEngine):
         """Return the bytes of one sequence's caches at that many tokens; padding in a batch at most doubles them."""
         return sum(leaf_nbytes(leaf, tokens) for leaf in self.opened.leaves)
 
-    def assemble(self, prompt_len: int, blocks: Blocks) -> Assembly:
+    def hold(self, prompt: Sequence[int]) -> Prefix | None:
+        """Return the longest beginning of a prompt that is kept of a finished sequence, for `assemble`."""
+        return self._caches.hold(prompt) if self._caches else None
+
+    def prompt_caches(self) -> dict[str, int]:
+        """Return what is kept of sequences, and how many tokens were reused so far."""
+        return self._caches.counts() if self._caches else {}
+
+    def assemble(self, prompt_len: int, blocks: Blocks, prefix: EnginePrefix | None = None) -> Assembly:
         """Begin a sequence before its prompt's KV is whole; for `EngineDecodeRequest.assembly`, or to be dropped.
 
-        Raises ConfigError for a prompt or blocks that cannot work.
+        `blocks` hold the tokens behind the `prefix`. Raises ConfigError for a prompt or blocks that cannot work.
         """
         self.check_prompt_len(prompt_len)
+        if not isinstance(prefix, Prefix | None):
+            raise InternalError(f"a {type(prefix).__name__} is of another engine")
         opened = self.opened
-        opened.pages.check(blocks, self.blocks_needed(prompt_len))
-        ahead_bytes = self.options.assemble_ahead_bytes
-        return Assembly(self.thread, opened.pages, opened.layout, opened.leaves, blocks, prompt_len, ahead_bytes)
+        opened.pages.check(blocks, self.blocks_needed(prompt_len, prefix.tokens if prefix else 0))
+        return Assembly(
+            self.thread, opened.pages, opened.layout, opened.leaves, blocks, prompt_len,
+            self.options.assemble_ahead_bytes, prefix,
+        )  # fmt: skip
 
     def decode(
         self,
@@ -92,7 +112,8 @@ class MlxDecodeEngine(MlxEngine):
         self.check_token(request.first.id)
         if request.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, not {request.max_tokens}")
-        self.opened.pages.check(request.blocks, self.blocks_needed(len(request.prompt)))
+        prefix_len = request.prefix.tokens if request.prefix else 0
+        self.opened.pages.check(request.blocks, self.blocks_needed(len(request.prompt), prefix_len))
         answer = Answer(
             request, self._limit(request), on_token, on_assembled, lambda: self._assemble(request), self.kept, keep_rows
         )
@@ -103,7 +124,7 @@ class MlxDecodeEngine(MlxEngine):
         mark = (
             f"{len(request.prompt)} tokens, then {request.first.id}, {request.max_tokens} at most, {request.sampling}"
         )
-        job = self.thread.share(lambda: _turns(answer), request.key, mark)
+        job = self.thread.share(lambda: self._turns(answer), request.key, mark)
         self._count_alone(1)
         job.future.add_done_callback(lambda _: self._count_alone(-1))
         return job
@@ -128,7 +149,7 @@ class MlxDecodeEngine(MlxEngine):
         return request.max_tokens if context is None else min(request.max_tokens, context - len(request.prompt) + 1)
 
     def _assemble(self, request: EngineDecodeRequest) -> Forward:
-        assembly = request.assembly or self.assemble(len(request.prompt), request.blocks)
+        assembly = request.assembly or self.assemble(len(request.prompt), request.blocks, request.prefix)
         if not isinstance(assembly, Assembly):
             raise InternalError(f"a {type(assembly).__name__} is of another engine")
         forward = Forward(self.opened.model, self.options)
@@ -136,14 +157,47 @@ class MlxDecodeEngine(MlxEngine):
         assembly.finish(forward.caches)
         return forward
 
-
-def _turns(answer: Answer) -> Turns[FinishReason]:
-    """Run one sequence by itself, a token a turn; return the reason of its end."""
-    reason = answer.begin()
-    if reason is not None:
+    def _turns(self, answer: Answer) -> Turns[FinishReason]:
+        """Run one sequence by itself, a token a turn; return the reason of its end."""
+        reason = answer.begin()
+        if reason is not None:
+            return reason
+        forward, sampler = answer.resume()
+        try:
+            yield
+            reason = yield from _steps(answer, forward, sampler)
+        except GeneratorExit:  # cancelled: what there is may be of use to the next prompt
+            self._keep(answer, lambda leaf: leaf.find(forward.caches))
+            raise
+        self._keep(answer, lambda leaf: leaf.find(forward.caches))
         return reason
-    forward, sampler = answer.resume()
-    yield
+
+    @property
+    def _histories(self) -> list[Leaf]:
+        return [leaf for leaf in self.opened.leaves if leaf.kind.is_history]
+
+    @property
+    def _can_reuse(self) -> bool:
+        """Whether what a sequence keeps row by row can be kept for others.
+
+        States come whole with each room, but a sliding window in legacy pages begins where the prefix ends, so
+        that rows of it would be missing. Ranks of a split model could keep different sequences.
+        """
+        pages, histories = self.opened.pages, self._histories
+        return self._group is None and bool(histories) and (pages.has_snapshots or histories == [*self.opened.leaves])
+
+    def _keep(self, answer: Answer, find: Callable[[Leaf], Cache]) -> None:
+        """Keep what a sequence that takes no more steps has computed; under `exact` only its prompt."""
+        known = list(answer.request.prompt) + ([] if self.options.exact else answer.tokens)
+        if self._caches is None or not self._caches.wants(len(known)):
+            return
+        caches = [find(leaf) for leaf in self._histories]
+        length = min(leaf.kind.length(cache) or 0 for leaf, cache in zip(self._histories, caches, strict=True))
+        rows = [leaf.kind.take(cache) for leaf, cache in zip(self._histories, caches, strict=True)]
+        self._caches.keep(known[:length], rows)
+
+
+def _steps(answer: Answer, forward: Forward, sampler: Sampler) -> Turns[FinishReason]:
     row = _step(forward, sampler, mx.array(answer.request.first.id))
     while True:
         # The next step is queued before this one's token is read, as mlx-lm does, so that the device need not wait.

@@ -138,9 +138,9 @@ class MlxEngine:
         """Return why the MLX thread does not go on, None while it does."""
         return self.thread.trouble()
 
-    def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
-        """Return how many blocks of each group the cache of a prompt takes."""
-        return blocks_needed(self.layout, prompt_len)
+    def blocks_needed(self, prompt_len: int, prefix_len: int = 0) -> dict[GroupId, int]:
+        """Return how many blocks of each group the cache of a prompt takes, from `prefix_len` on."""
+        return blocks_needed(self.layout, prompt_len, prefix_len)
 
     def check_prompt_len(self, prompt_len: int) -> None:
         """Raise ConfigError for a prompt that is empty, longer than the model's context, or larger than the arena."""

@@ -53,7 +53,8 @@ class EngineOptions:
     """How many sequences take steps together in decode's batch; the others wait with their first token."""
 
     prompt_cache_bytes: int = 1 << 30
-    """How much prefill keeps of the caches of prompts, for others that begin alike; 0 keeps nothing."""
+    """How much prefill keeps of the caches of prompts, and decode of sequences, for prompts that begin alike; 0 keeps
+    nothing."""
 
     assemble_ahead_bytes: int = 1 << 20
     """Decode copies what has landed once it is this much; less is left for the end, where it takes a moment."""

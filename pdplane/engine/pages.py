@@ -12,6 +12,7 @@ import numpy as np
 
 from pdplane.engine.caches import Leaf
 from pdplane.engine.layout import KV, STATE, carried, field_id
+from pdplane.engine.prompts import Prefix
 from pdplane.engine.thread import EngineThread, Turns
 from pdplane.engine.untyped import Cache
 from pdplane.engine.views import Buffer, Numbers, bits_later, bits_of, carrier, numbers_of
@@ -234,7 +235,10 @@ class _Target:
 
 
 class Assembly:
-    """One prompt's caches in the making. `landed` and `drop` may be called by any thread."""
+    """One prompt's caches in the making. `landed` and `drop` may be called by any thread.
+
+    With a `prefix` the blocks hold the tokens behind it; its own rows are copied at the end.
+    """
 
     def __init__(
         self,
@@ -245,12 +249,14 @@ class Assembly:
         blocks: Blocks,
         length: int,
         ahead_bytes: int,
+        prefix: Prefix | None = None,
     ) -> None:
         self._ahead_bytes = (
             ahead_bytes  # a prompt's last block is less, and a turn for it would only delay the room's end
         )
         self._thread, self._pages, self._layout, self._leaves = thread, pages, layout, leaves
-        self._blocks, self._length = blocks, length
+        self._blocks, self._length, self._prefix = blocks, length, prefix
+        self._done = prefix.tokens if prefix else 0
         self._ids = np.asarray(blocks.get(pages.history_group, ()), np.int64)
         self._targets = [self._target(leaf) for leaf in leaves if leaf.kind.is_history]
         self._places = {
@@ -293,11 +299,22 @@ class Assembly:
             for name, lacks in target.lacks.items():
                 if lacks.any():
                     self._copy(target, name, np.flatnonzero(lacks))
+        self._join_prefix()
+        for target in self._targets:
             buffers, target.buffers = self._buffers(target), None
             give_history(target.leaf, target.leaf.find(caches), buffers, self._length)
         for leaf in self._leaves:
             if not leaf.kind.is_history:
                 self._pages.assemble(leaf, leaf.find(caches), self._blocks, self._length)
+
+    def _join_prefix(self) -> None:
+        if self._prefix is None:
+            return
+        for target, tensors in zip(self._targets, self._prefix.rows, strict=True):
+            buffers = self._buffers(target)
+            for name in target.lacks:
+                buffers[name].view[0][:, : self._done] = bits_of(tensors[name])[0][:, : self._done]
+        self._prefix.count()
 
     def _turns(self) -> Turns[None]:
         nbytes = 0
@@ -328,7 +345,8 @@ class Assembly:
 
     def _copy(self, target: _Target, name: str, slots: Numbers) -> int:
         pages = target.pages[name]
-        join_rows(pages, self._buffers(target)[name].view[0], self._ids, slots, self._length)
+        rows = self._buffers(target)[name].view[0][:, self._done :]
+        join_rows(pages, rows, self._ids, slots, self._length - self._done)
         target.lacks[name][slots] = False
         return len(slots) * int(pages[0].nbytes)
 

@@ -14,13 +14,14 @@ from pdplane.engine.engine import MlxEngine
 from pdplane.engine.forward import Forward, count_chunks
 from pdplane.engine.layout import carried
 from pdplane.engine.model import Prepare
-from pdplane.engine.options import EngineOptions
+from pdplane.engine.options import EngineOptions, Progress, no_progress
 from pdplane.engine.pages import Blocks
 from pdplane.engine.prompts import PromptCaches, PromptLine
 from pdplane.engine.ranks import RankGroup
 from pdplane.engine.sampling import Sampler
 from pdplane.engine.tap import OnStep, Tap
 from pdplane.engine.thread import Job, Turns
+from pdplane.engine.untyped import Cache
 
 SHORT_END = 64
 """Tokens; for more the output layer, which is computed for each of them, costs more than it saves."""
@@ -36,7 +37,13 @@ class MlxPrefillEngine(MlxEngine):
     def __init__(self, options: EngineOptions, prepare: Prepare | None = None, group: RankGroup | None = None) -> None:
         super().__init__(options, prepare, group)
         self._line: PromptLine[Job[Any]] = PromptLine()
-        self._caches = PromptCaches(options) if group is None else None  # ranks could keep different prompts
+        self._caches: PromptCaches | None = None
+
+    def start(self, progress: Progress = no_progress) -> None:
+        super().start(progress)
+        # Ranks could keep different prompts, and a cache without a row for each token cannot be cut.
+        if self._caches is None and self._group is None and all(leaf.cache_class is KVCache for leaf in self._leaves):
+            self._caches = PromptCaches(self.options)
 
     def prefill(
         self,
@@ -83,11 +90,9 @@ class MlxPrefillEngine(MlxEngine):
         keep_row: bool,
     ) -> Turns[Token]:
         forward = Forward(self.opened.model, self.options)
-        kept, reused = self._caches.take(prompt) if self._caches else (None, 0)
+        reused = self._reuse(prompt, forward.caches)
         on_reused(reused)
         tap = Tap(self._leaves_by_step(), self.opened.pages, blocks, on_step, self.options, len(prompt))
-        if kept is not None:
-            forward.caches[:] = kept
         tap.attach(forward.caches, self._count_chunks(len(prompt) - reused))
         if reused:  # its pages can leave at once
             tap.begin(reused)
@@ -102,7 +107,7 @@ class MlxPrefillEngine(MlxEngine):
         token = row.read(keep_row=keep_row)
         tap.finish(forward.caches)
         if self._caches:
-            self._caches.keep(prompt, forward.caches)
+            self._caches.keep(prompt, [leaf.kind.take(leaf.find(forward.caches)) for leaf in self._leaves])
         return token
 
     def _ends_at_once(self, rest: int) -> bool:
@@ -114,10 +119,25 @@ class MlxPrefillEngine(MlxEngine):
         return (
             rest <= SHORT_END
             and len(self._line) > 0
-            and self._caches is not None
+            and self._caches is not None  # so that all layers have plain rows
             and not self.options.exact
-            and all(leaf.cache_class is KVCache for leaf in self.opened.leaves)
         )
+
+    def _reuse(self, prompt: Sequence[int], caches: list[Cache]) -> int:
+        """Give fresh caches the beginning of the prompt, if it is kept; return how many tokens that is."""
+        prefix = self._caches.hold(prompt) if self._caches else None
+        if prefix is None:
+            return 0
+        for leaf, tensors in zip(self._leaves, prefix.rows, strict=True):  # shared until one side grows
+            cut = {name: array[..., : prefix.tokens, :] for name, array in tensors.items()}
+            leaf.kind.give(leaf.find(caches), cut, prefix.tokens)
+        prefix.count()
+        prefix.release()
+        return prefix.tokens
+
+    @property
+    def _leaves(self) -> Sequence[Leaf]:
+        return self.opened.leaves
 
     def prompt_caches(self) -> dict[str, int]:
         """Return what is kept of prompts, and how many tokens were reused so far."""

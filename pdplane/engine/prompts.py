@@ -1,18 +1,21 @@
-"""Prompts on prefill: whose chunk is computed next, and what prompts that begin alike have in common."""
+"""Prompts: whose chunk is computed next on prefill, and what sequences that begin alike have in common."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
+import attrs
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, PromptTrie
+import numpy as np
 
 from pdplane.engine.blas import blas_in_use
+from pdplane.engine.caches import Tensors
 from pdplane.engine.options import EngineOptions
-from pdplane.engine.untyped import Cache
+from pdplane.engine.untyped import evaluate_later
+from pdplane.engine.views import Numbers
 
 MAX_OVERTAKES = 8
 
@@ -63,108 +66,172 @@ class PromptLine(Generic[P]):
         self._long.appendleft(prompt)
 
 
-# ---- The caches of prompts that prefill has computed, for prompts that begin alike
+# ---- What is kept of sequences, for prompts that begin alike
 #
-# A prompt is cut where its common beginning with a kept one ends, at a multiple of `CUT_TOKENS`: the beginning's rows
-# are taken as they are, the rest is computed. Only caches that hold a row for each token can be cut so; sliding
-# windows, states and quantised caches are computed whole.
+# Prefill keeps the prompts that it has computed, decode its sequences with their answers. A prompt is cut where its
+# common beginning with a kept sequence ends, at a multiple of `CUT_TOKENS`: the rows before the cut are taken as they
+# are, and the rest is computed (on prefill) or sent (to decode). Only caches that hold a row for each token can be cut.
 #
 # Under `exact` nothing is reused but on a CPU with the reference BLAS, in pieces of `CUT_TOKENS` or more: what else
-# multiplies matrices picks its kernels by their size, so the last bits of a piece differ from those of the whole.
+# multiplies matrices picks its kernels by their size, so the last bits of a piece differ from those of the whole. An
+# answer's rows, which were computed one by one, are never kept then.
 
 
 CUT_TOKENS = 64
-_MODEL = ""  # the trie could hold several models' prompts
+
+
+@attrs.define(eq=False)
+class _Kept:
+    """One sequence: its tokens, and each history's tensors, which may have rows beyond them; nobody changes these."""
+
+    tokens: Numbers
+    rows: Sequence[Tensors]
+    nbytes: int
+    holds: int = 0
+
+
+@attrs.define(eq=False)
+class Prefix:
+    """The first `tokens` of a prompt, of a kept sequence that stays kept until `release`. Any thread may hold it."""
+
+    tokens: int
+    _owner: PromptCaches
+    _kept: _Kept
+    _is_released: bool = False
+
+    @property
+    def rows(self) -> Sequence[Tensors]:
+        """Each history's tensors, with rows beyond the prefix. For the MLX thread."""
+        return self._kept.rows
+
+    def count(self) -> None:
+        """Count its tokens as reused."""
+        self._owner.count(self.tokens)
+
+    def release(self) -> None:
+        """Hold it no longer; idempotent."""
+        self._is_released, was_released = True, self._is_released
+        if not was_released:
+            self._owner.release(self._kept)
 
 
 class PromptCaches:
-    """Bounded in bytes; the prompt that was used least recently goes first.
+    """Kept sequences, bounded in bytes; the one that was used least recently and is not held goes first.
 
-    `reusable` may be called on any thread, the rest on the MLX thread.
+    `step` is where a prompt may be cut. `keep` is for the MLX thread, the rest for any.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
-        self._options = options
-        self._lock = threading.Lock()
-        make_trie: Any = PromptTrie  # mlx-lm has no types
-        self._trie = make_trie()
-        self._kept: OrderedDict[tuple[int, ...], int] = OrderedDict()
-        self._nbytes = 0
-        self._reused_tokens = 0
+    def __init__(self, options: EngineOptions, step: int = CUT_TOKENS) -> None:
+        self._options, self._step = options, step
+        self._lock = threading.RLock()
+        self._kept: OrderedDict[_Kept, None] = OrderedDict()
+        self._alike: defaultdict[bytes, list[_Kept]] = defaultdict(list)  # by their first tokens, up to the first cut
+        self._nbytes = self._reused_tokens = 0
 
     def counts(self) -> dict[str, int]:
-        """Return how many prompts are kept, their bytes, and how many tokens were reused so far."""
+        """Return how many sequences are kept, their bytes, and how many tokens were reused so far."""
         with self._lock:
             return {"prompts": len(self._kept), "bytes": self._nbytes, "reused_tokens": self._reused_tokens}
 
     def reusable(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens of the prompt need not be computed now."""
+        """Return how many tokens of the prompt are kept and may be reused."""
         with self._lock:
-            return self._find(prompt)[1]
+            return self._find(_numbers(prompt))[1]
 
-    def take(self, prompt: Sequence[int]) -> tuple[list[Cache] | None, int]:
-        """Return caches that hold the first tokens of the prompt, and how many; None and 0 when none are kept.
-
-        The kept caches stay as they are, whatever is added to those returned.
-        """
+    def hold(self, prompt: Sequence[int]) -> Prefix | None:
+        """Return the longest kept beginning of the prompt, without its last token; None when none is kept."""
         with self._lock:
-            key, length = self._find(prompt)
-            if not length:
-                return None, 0
-            self._kept.move_to_end(key)
-            self._reused_tokens += length
-            return [_beginning(cache, length) for cache in self._trie.get(_MODEL, key)], length
+            kept, length = self._find(_numbers(prompt))
+            if kept is None:
+                return None
+            self._kept.move_to_end(kept)
+            kept.holds += 1
+            return Prefix(length, self, kept)
 
-    def keep(self, prompt: Sequence[int], caches: Sequence[Cache]) -> None:
-        """Keep the caches of a whole prompt, which nobody changes any more."""
-        if not all(isinstance(cache, KVCache) and cache.offset == len(prompt) for cache in caches):
+    def release(self, kept: _Kept) -> None:
+        """End one hold."""
+        with self._lock:
+            kept.holds -= 1
+            self._evict()
+
+    def count(self, tokens: int) -> None:
+        """Count tokens as reused."""
+        with self._lock:
+            self._reused_tokens += tokens
+
+    def wants(self, length: int) -> bool:
+        """Return whether a sequence of so many tokens could be of use to others."""
+        bound, exact = self._options.prompt_cache_bytes, self._options.exact
+        return bound > 0 and length >= self._step and (not exact or _any_piece_has_its_bits())
+
+    def keep(self, tokens: Sequence[int], rows: Sequence[Tensors]) -> None:
+        """Keep the rows of a sequence's histories, which nobody changes any more."""
+        nbytes = sum(array.nbytes for tensors in rows for array in tensors.values())
+        if not self.wants(len(tokens)) or nbytes > self._options.prompt_cache_bytes:
             return
-        nbytes = sum(cache.keys.nbytes + cache.values.nbytes for cache in caches)
-        if not len(prompt) > CUT_TOKENS or nbytes > self._options.prompt_cache_bytes:
-            return
-        key = tuple(prompt)
+        kept = _Kept(_numbers(tokens), rows, nbytes)
         with self._lock:
-            self._forget(key)
-            self._trie.add(_MODEL, key, [_beginning(cache, len(key)) for cache in caches])
-            self._kept[key] = nbytes
+            alike = self._alike[self._opening(kept.tokens)]
+            for other in list(alike):
+                if _common(other.tokens, kept.tokens) < min(len(other.tokens), len(tokens)):
+                    continue
+                if len(other.tokens) >= len(tokens):  # this one adds nothing
+                    self._kept.move_to_end(other)
+                    return
+                if not other.holds:
+                    self._forget(other)
+            self._alike[self._opening(kept.tokens)].append(kept)
+            self._kept[kept] = None
             self._nbytes += nbytes
-            for length, _ in self._trie.pop_prefixes(_MODEL, key):  # what is part of this one adds nothing
-                self._nbytes -= self._kept.pop(key[:length])
-            while self._nbytes > self._options.prompt_cache_bytes:
-                self._forget(next(iter(self._kept)))
+            self._evict()
+        evaluate_later(*(array for tensors in rows for array in tensors.values()))
 
-    def _forget(self, key: tuple[int, ...]) -> None:
-        if key in self._kept:
-            self._nbytes -= self._kept.pop(key)
-            self._trie.pop(_MODEL, key)
+    def _evict(self) -> None:
+        """Forget sequences until the bound holds, those that are held excepted: they go when they are released."""
+        for kept in [kept for kept in self._kept if not kept.holds]:
+            if self._nbytes <= self._options.prompt_cache_bytes:
+                return
+            self._forget(kept)
 
-    def _find(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        tokens = list(prompt)
-        found = self._trie.search(_MODEL, tokens)
-        key, common = found.exact or found.longer or found.shorter, found.common_prefix
-        if found.exact is not None:
-            common = len(tokens)
-        elif found.shorter is not None and (found.longer is None or len(found.shorter) > common):
-            key, common = found.shorter, len(found.shorter)
-        length = min(common, len(tokens) - 1) // CUT_TOKENS * CUT_TOKENS
-        if self._options.exact and not (_any_piece_has_its_bits() and self._is_long(len(tokens) - length)):
-            length = 0
-        return tuple(key or ()), length
+    def _forget(self, kept: _Kept) -> None:
+        opening = self._opening(kept.tokens)
+        self._alike[opening].remove(kept)
+        if not self._alike[opening]:
+            del self._alike[opening]
+        del self._kept[kept]
+        self._nbytes -= kept.nbytes
 
-    def _is_long(self, rest: int) -> bool:
-        """Return whether no piece that is computed is too short; the last token is always computed alone."""
+    def _find(self, prompt: Numbers) -> tuple[_Kept | None, int]:
+        found, length = None, 0
+        for kept in self._alike.get(self._opening(prompt), ()):
+            common = min(_common(kept.tokens, prompt), len(prompt) - 1) // self._step * self._step
+            if common > length and self._keeps_bits(len(prompt) - common):
+                found, length = kept, common
+        return found, length
+
+    def _keeps_bits(self, rest: int) -> bool:
+        """Return whether so many tokens may be computed apart from those before them.
+
+        Under `exact` no piece may be too short; the last token is always computed alone.
+        """
         last = (rest - 1) % self._options.prefill_step_size
-        return rest > CUT_TOKENS and (last == 0 or last >= CUT_TOKENS)
+        is_long = rest > CUT_TOKENS and (last == 0 or last >= CUT_TOKENS)
+        return not self._options.exact or (is_long and _any_piece_has_its_bits())
+
+    def _opening(self, tokens: Numbers) -> bytes:
+        return tokens[: self._step].tobytes()
+
+
+def _numbers(tokens: Sequence[int]) -> Numbers:
+    return np.asarray(tokens, np.int64)
+
+
+def _common(one: Numbers, other: Numbers) -> int:
+    """Return how many first tokens are equal."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 def _any_piece_has_its_bits() -> bool:
     return mx.default_device() == mx.Device(mx.cpu) and blas_in_use().is_reference
-
-
-def _beginning(cache: Cache, length: int) -> Cache:
-    """Return a plain cache of the first rows; the arrays are shared until one side grows."""
-    make_cache: Any = KVCache
-    found: Cache = make_cache()
-    found.keys, found.values = cache.keys[..., :length, :], cache.values[..., :length, :]
-    found.offset = length
-    return found

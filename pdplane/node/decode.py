@@ -18,6 +18,7 @@ from pdplane.api import (
     EngineAssembly,
     EngineDecodeRequest,
     EngineJob,
+    EnginePrefix,
     Finished,
     FinishReason,
     Token,
@@ -58,6 +59,7 @@ class DecodeLeg:
     blocks: Blocks | None = None
     gone: set[str] = attrs.field(factory=set)
     room: DecodeRoom | None = None
+    prefix: EnginePrefix | None = None
     assembly: EngineAssembly | None = None
     job: EngineJob[FinishReason] | None = None
     why: Why | None = None
@@ -73,6 +75,16 @@ class DecodeLeg:
         """End the leg at whatever step it is; return at once."""
         self.why = self.why or Why(cause, text)
         self._give_up(self)
+
+    @property
+    def prefix_len(self) -> int:
+        """How many of the prompt's tokens the engine has kept, so that they need not be sent."""
+        return 0 if self.prefix is None else self.prefix.tokens
+
+    def let_go(self) -> None:
+        """Let the engine forget what it kept for this leg."""
+        if self.prefix is not None:
+            self.prefix.release()
 
     def mark(self, name: str, since: float) -> None:
         self.timings[name] = (time.monotonic() - since) * 1e3
@@ -110,7 +122,7 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
         return {"data": str(plane.data), "session": plane.session}
 
     def _more_counts(self) -> dict[str, Any]:
-        return {"sequences": dict(self._engine.counts())}
+        return {"sequences": dict(self._engine.counts()), "prompt_caches": dict(self._engine.prompt_caches())}
 
     # ---- one request
 
@@ -130,9 +142,11 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
         leg = DecodeLeg(request, on_token, stop_ids, give_up=self._give_up)
         self._legs.add(leg)
         try:
-            counts = self._engine.blocks_needed(len(request.tokens))
+            leg.prefix = self._engine.hold(request.tokens)
+            counts = self._engine.blocks_needed(len(request.tokens), leg.prefix_len)
             leg.place = queue.acquire(counts, lambda blocks: self._open(leg, blocks))
         except PdplaneError as error:
+            leg.let_go()
             self._legs.remove(leg)
             self._decline(request, error.why)
             raise
@@ -152,9 +166,9 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
         leg.mark("alloc_ms", leg.began)
         tokens = leg.request.tokens
         try:
-            manifest = build_manifest(plane.layout, blocks, 0, len(tokens))
+            manifest = build_manifest(plane.layout, blocks, leg.prefix_len, len(tokens))
             if leg.request.max_tokens > 1:  # else the first token, from prefill, is the whole answer
-                leg.assembly = self._engine.assemble(len(tokens), blocks)
+                leg.assembly = self._engine.assemble(len(tokens), blocks, leg.prefix)
             leg.room = plane.open(
                 leg.request.room,
                 prefill=leg.request.prefill,
@@ -207,12 +221,14 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
             leg.stop_ids,
             leg.request.sampling,
             assembly=leg.assembly,
+            prefix=leg.prefix,
             key=leg.request.room,
         )
 
     def _assembled(self, leg: DecodeLeg, whole: float) -> None:
         """Release the blocks, since the engine has its own copy; the first step begins."""
         leg.mark("assembly_ms", whole)
+        leg.let_go()
         self._release(leg, "engine")
 
     def _token(self, leg: DecodeLeg, token: Token) -> None:
@@ -225,6 +241,7 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
     @arrow
     def _finished(self, leg: DecodeLeg, job: Future[FinishReason]) -> None:
         """End the leg, since the sequence has ended."""
+        leg.let_go()
         self._release(leg, "engine")
         if job.cancelled() or job.exception() is not None:
             why = leg.why or why_ended("decode", job)
@@ -248,6 +265,7 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
     def _fail(self, leg: DecodeLeg, error: PdplaneError) -> None:
         if leg.assembly is not None:
             leg.assembly.drop()
+        leg.let_go()
         self._legs.remove(leg)
         if leg.room is None:
             self._decline(leg.request, error.why)

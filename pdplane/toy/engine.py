@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from pdplane.api import GREEDY, EngineDecodeRequest, FinishReason, OnReused, Said, Sampling, Token
+from pdplane.api import GREEDY, EngineDecodeRequest, EnginePrefix, FinishReason, OnReused, Said, Sampling, Token
 from pdplane.errors import ConfigError, InternalError
 from pdplane.ids import FieldId, GroupId
 from pdplane.kv.arena import Arena, Pool
@@ -176,9 +176,9 @@ class ToyEngine:
         """Return why the toy's thread does not go on, None while it does."""
         return self._thread.trouble()
 
-    def blocks_needed(self, prompt_len: int) -> dict[GroupId, int]:
-        """Return how many blocks of each group a prompt's cache takes."""
-        return blocks_needed(self.layout, prompt_len)
+    def blocks_needed(self, prompt_len: int, prefix_len: int = 0) -> dict[GroupId, int]:
+        """Return how many blocks of each group a prompt's cache takes, from `prefix_len` on."""
+        return blocks_needed(self.layout, prompt_len, prefix_len)
 
     def check_prompt_len(self, prompt_len: int) -> None:
         """Raise ConfigError for a prompt that is empty, too long, or larger than the arena."""
@@ -257,7 +257,15 @@ class ToyDecodeEngine(ToyEngine):
     A page that changes after it was reported as final makes the request fail.
     """
 
-    def assemble(self, prompt_len: int, blocks: Mapping[GroupId, Sequence[int]]) -> ToyAssembly:
+    def hold(self, prompt: Sequence[int]) -> None:
+        """Keep nothing of earlier sequences."""
+
+    def prompt_caches(self) -> dict[str, int]:
+        return {}
+
+    def assemble(
+        self, prompt_len: int, blocks: Mapping[GroupId, Sequence[int]], prefix: EnginePrefix | None = None
+    ) -> ToyAssembly:
         """Begin a sequence while its blocks are still being written."""
         self.check_prompt_len(prompt_len)
         return ToyAssembly(self.layout, self.arena, blocks)

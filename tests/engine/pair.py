@@ -20,7 +20,7 @@ from pdplane.engine.sampling import RowToken
 from pdplane.ids import Rank
 from pdplane.kv.arena import Pool
 from pdplane.kv.copies import Copies, plan_block_copies, plan_route, window_runs
-from pdplane.kv.manifest import build_manifest, chunk_blocks
+from pdplane.kv.manifest import blocks_behind, build_manifest, chunk_blocks
 
 BLOCK_TOKENS = 8
 STEP_SIZE = 24
@@ -33,6 +33,8 @@ class Run:
 
     tokens: tuple[Token, ...]
     reason: FinishReason
+    kept: int = 0
+    """How many of the prompt's tokens decode had already, and was not sent."""
 
 
 class Pair:
@@ -61,16 +63,17 @@ class Pair:
         sampling: Sampling = GREEDY,
     ) -> Run:
         """Prefill, move, decode; blocks are scattered, full of garbage before, and garbage again once assembled."""
-        with (
-            self._blocks(self._pools[0], len(prompt), 1) as ours,
-            self._blocks(self._pools[1], len(prompt), 2) as theirs,
-        ):
+        prefix = self.decode.hold(prompt)
+        kept = prefix.tokens if prefix else 0
+        with self._blocks(0, len(prompt), 0) as ours, self._blocks(1, len(prompt), kept) as theirs:
             self.prefill.arena.bytes.fill(GARBAGE)
             self.decode.arena.bytes.fill(GARBAGE)
-            assembly = self.decode.assemble(len(prompt), theirs)
-            first = self.stream(prompt, ours, theirs, assembly, sampling)
-            request = EngineDecodeRequest(tuple(prompt), theirs, first, max_tokens, stop_ids, sampling, assembly)
-            return self.finish(request)
+            assembly = self.decode.assemble(len(prompt), theirs, prefix)
+            first = self.stream(prompt, ours, theirs, assembly, sampling, kept)
+            request = EngineDecodeRequest(
+                tuple(prompt), theirs, first, max_tokens, stop_ids, sampling, assembly, prefix
+            )
+            return attrs.evolve(self.finish(request), kept=kept)
 
     def stream(
         self,
@@ -79,13 +82,14 @@ class Pair:
         theirs: Blocks,
         assembly: Assembly,
         sampling: Sampling = GREEDY,
+        kept: int = 0,
     ) -> Token:
         """Prefill, and move what is told at the moment when it is told; each byte must be told once."""
         landed = np.zeros(self.decode.arena.nbytes, np.uint8)
 
         def on_step(steps: range, chunk: range) -> None:
             self.parts.append((steps, chunk))
-            copies = self._plan(ours, theirs, len(prompt), steps, chunk)
+            copies = self._plan(ours, theirs, range(kept, len(prompt)), steps, chunk)
             self._copy(copies)
             assembly.landed(copies.destination, copies.length)
             for target, length in zip(copies.destination, copies.length, strict=True):
@@ -93,7 +97,7 @@ class Pair:
 
         self.parts = []
         first = self.prefill.prefill(prompt, ours, on_step, sampling=sampling, keep_row=True).result(60)
-        manifest = build_manifest(self.decode.layout, theirs, 0, len(prompt))
+        manifest = build_manifest(self.decode.layout, theirs, kept, len(prompt))
         expected = np.zeros(self.decode.arena.nbytes, np.uint8)
         for start, length in zip(*window_runs(self.decode.layout, manifest), strict=True):
             expected[start : start + length] = 1
@@ -102,14 +106,17 @@ class Pair:
 
     def move(self, ours: Blocks, theirs: Blocks, prompt_len: int) -> None:
         """Copy the pages between the arenas, the way a transport is told to."""
-        self._copy(self._plan(ours, theirs, prompt_len, range(len(self.prefill.layout.steps)), range(prompt_len)))
+        self._copy(
+            self._plan(ours, theirs, range(prompt_len), range(len(self.prefill.layout.steps)), range(prompt_len))
+        )
 
-    def _plan(self, ours: Blocks, theirs: Blocks, prompt_len: int, steps: range, chunk: range) -> Copies:
+    def _plan(self, ours: Blocks, theirs: Blocks, wanted: range, steps: range, chunk: range) -> Copies:
         zero, source, target = Rank(0), self.prefill.layout, self.decode.layout
         route = plan_route(source, target, 1, zero, 1, zero)
         assert route is not None
         fields = {field for step in steps for field in source.steps[step]}
-        from_, to = (chunk_blocks(target, blocks, 0, prompt_len, chunk) for blocks in (ours, theirs))
+        behind = blocks_behind(source, ours, wanted.start, wanted.stop)
+        from_, to = (chunk_blocks(target, blocks, wanted.start, wanted.stop, chunk) for blocks in (behind, theirs))
         return plan_block_copies(route, source, from_, target, to, fields)
 
     def _copy(self, copies: Copies) -> None:
@@ -122,6 +129,8 @@ class Pair:
 
         def on_assembled() -> None:
             assembled.append(None)
+            if request.prefix is not None:
+                request.prefix.release()
             self.decode.arena.bytes.fill(GARBAGE)  # the blocks have other owners now
 
         reason = self.decode.decode(request, tokens.append, on_assembled, keep_rows=True).result(60)
@@ -156,9 +165,10 @@ class Pair:
             assert np.array_equal(ours.row.view(np.uint32), theirs.row.view(np.uint32)), f"row {place}"
 
     @contextmanager
-    def _blocks(self, pool: Pool, prompt_len: int, seed: int) -> Iterator[Blocks]:
-        blocks = pool.allocate(self.prefill.blocks_needed(prompt_len))
-        order = random.Random(seed)
+    def _blocks(self, side: int, prompt_len: int, kept: int) -> Iterator[Blocks]:
+        pool = self._pools[side]
+        blocks = pool.allocate(self.prefill.blocks_needed(prompt_len, kept))
+        order = random.Random(side)
         yield {group_id: tuple(order.sample(ids, len(ids))) for group_id, ids in blocks.items()}
         pool.release(blocks)
 
