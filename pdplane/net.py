@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import NoReturn, Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias, TypeVar
 
 import attrs
 
@@ -189,6 +189,22 @@ def share_of_descriptors(part: float, most: int) -> int:
     return most if soft == resource.RLIM_INFINITY else max(16, min(most, int(soft * part)))
 
 
+_T = TypeVar("_T")
+
+
+def first_to_go(
+    candidates: Collection[_T], address: Callable[[_T], str], worth: Callable[[_T], tuple[float, ...]]
+) -> _T:
+    """Return the connection that makes place for another one: of the address with the most, that of the least worth."""
+    crowd, _ = Counter(map(address, candidates)).most_common(1)[0]
+    return min((each for each in candidates if address(each) == crowd), key=worth)
+
+
+def plain(address: str) -> str:
+    """Return an address as one of IPv4, if it is one written as IPv6."""
+    return address.removeprefix("::ffff:")
+
+
 class Complaints:
     """Lines of a log about peers that are wrong: one an interval for each key, and few for all keys together.
 
@@ -203,13 +219,13 @@ class Complaints:
         self._written: dict[Hashable, float] = {}  # the oldest first
         self._kept: Counter[Hashable] = Counter()  # of each such key, and under None those of all others
 
-    def tell(self, key: Hashable, text: str, *values: object) -> None:
-        """Write a warning, unless one with this key was written a moment ago."""
+    def tell(self, key: Hashable, text: str, *values: object, level: int = logging.WARNING) -> None:
+        """Write a line, unless one with this key was written a moment ago."""
         if (more := self._admit(key, time.monotonic())) is None:
             return
         if more:
             text, values = f"{text} (and %d more such lines that were not written)", (*values, more)
-        self._logger.warning(text, *values)
+        self._logger.log(level, text, *values)
 
     def _admit(self, key: Hashable, now: float) -> int | None:
         """Return how many lines were kept back before this one; None when it is kept back too."""

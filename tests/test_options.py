@@ -11,7 +11,7 @@ import pytest
 
 from pdplane import options
 from pdplane.cli.flags import add_model_flags, engine_options
-from pdplane.cli.process import JsonFormatter
+from pdplane.cli.log import JsonFormatter
 from pdplane.ids import Endpoint
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from pdplane.cli.process import LEVELS
+from pdplane.cli.log import LEVELS
 from pdplane.engine.blas import AUTO, WHEEL
 from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, PAGE_LAYOUTS, EngineOptions
 from pdplane.errors import ConfigError

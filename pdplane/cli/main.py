@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from pdplane.cli.process import set_up_logging
+from pdplane.cli.log import set_up_logging
 from pdplane.errors import PdplaneError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {

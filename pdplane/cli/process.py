@@ -1,52 +1,21 @@
-"""What every command's process needs: logging, signals to wait for, and an end together with its parent."""
+"""What every command's process needs: signals to wait for, and an end together with its parent."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from types import FrameType
 
 from pdplane.net import Wakeup
 
 logger = logging.getLogger(__name__)
-
-LEVELS = ("debug", "info", "warning", "error")
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, a request's fields, the traceback if any."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        fields |= getattr(record, "fields", {})
-        if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(fields)
-
-
-def set_up_logging(level: str, *, as_json: bool) -> None:
-    """Log everything of `pdplane` from this level on, other packages from warning on."""
-    handler = logging.StreamHandler(sys.stderr)
-    line = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
-    handler.setFormatter(JsonFormatter() if as_json else line)
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("pdplane").setLevel(level.upper())
-
 
 # ---- SIGINT and SIGTERM as something to wait for
 
@@ -185,6 +154,8 @@ def _name_threads(limit_s: float) -> None:
     here = (threading.main_thread(), *threading.enumerate())
     names = ", ".join(sorted({thread.name for thread in here if thread is not threading.current_thread()}))
     logger.error("the end takes more than %g s: exiting without it. Threads that still run: %s", limit_s, names)
+    for handler in logging.getLogger().handlers:
+        handler.flush()
 
 
 # ---- The end together with the parent, however that ends

@@ -18,7 +18,8 @@ from typing import Any
 
 from pdplane.cli.children import Child, ChildFailed
 from pdplane.cli.flags import add_model_flags
-from pdplane.cli.process import END_S, LEVELS, StopSignal, exit_with_parent
+from pdplane.cli.log import LEVELS
+from pdplane.cli.process import END_S, StopSignal, exit_with_parent
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint

@@ -24,7 +24,7 @@ from typing import Never
 import attrs
 import zmq
 
-from pdplane.net import Complaints, share_of_descriptors
+from pdplane.net import Complaints, first_to_go, plain, share_of_descriptors
 
 logger = logging.getLogger(__name__)
 
@@ -249,10 +249,8 @@ class Connections:
         """End a connection if there are too many: of the address with the most, one that said nothing."""
         links = [link for link in intake.links.values() if not link.ended]
         if len(links) > self._most:
-            crowd, _ = Counter(link.address for link in links).most_common(1)[0]
-            of_crowd = (link for link in links if link.address == crowd)
-            oldest = min(of_crowd, key=lambda link: (link.taken > 0, link.heard))
-            intake.end(oldest.descriptor, f"more than {self._most} connections")
+            goes = first_to_go(links, lambda link: link.address, lambda link: (link.taken > 0, link.heard))
+            intake.end(goes.descriptor, f"more than {self._most} connections")
 
     @staticmethod
     def _bound(
@@ -266,11 +264,6 @@ class Connections:
                 return
             left -= nbytes(link)
             intake.end(link.descriptor, why)
-
-
-def plain(address: str) -> str:
-    """Return an address as one of IPv4, if it is one written as IPv6."""
-    return address.removeprefix("::ffff:")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ Rules: docs/legacy_wire.md sections 1, 3, 5, 6 and 11.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeAlias, TypeVar
@@ -31,8 +30,6 @@ from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.machine import events
 from pdplane.machine.actions import DecodeAction, Offer, Send, Tell
 from pdplane.messages import Ping, Preallocation, Refused, Registered, Registration, Status, Window, legacy_identity
-
-logger = logging.getLogger(__name__)
 
 MAX_PEERS = 4096
 MAX_SOCKETS = 256
@@ -133,14 +130,15 @@ class LegacyPrefillChannel:
         """Queue a status; return an event if the peer's address is forgotten or its queue is full."""
         address = self._addresses.get(send.identity)
         if isinstance(send.message, Refused):  # this wire has no message for it: the session's rooms will fail
-            logger.warning("the legacy decode at %s is refused: %s", address, _reason(send.message))
+            self._complain(address, "the legacy decode at %s is refused: %s", address, _reason(send.message))
             return []
         if address is None or not isinstance(send.message, Status):
             return [events.Undeliverable(send.identity)]
         try:
             send_frames(self._push(address), wire.encode_status(send.message))
         except zmq.ZMQError as error:  # a full queue, a host that is no address, no sockets left
-            logger.warning("no status reaches the legacy decode at %s: %s", address, zmq.strerror(error.errno or 0))
+            reason = zmq.strerror(error.errno or 0)
+            self._complain(address, "no status reaches the legacy decode at %s: %s", address, reason)
             self._drop(self._pushes.pop(address))
             return [events.Undeliverable(send.identity)]
         return []
@@ -182,6 +180,10 @@ class LegacyPrefillChannel:
                 self._drop(old)
             push.socket.connect(address.url("tcp"))
         return push.socket
+
+    def _complain(self, address: Endpoint | None, text: str, *values: object) -> None:
+        """Write a line, of each host one a minute: which port and session it names costs it nothing."""
+        self._connections.complaints.tell((text, address and address.host), text, *values)
 
     @staticmethod
     def _drop(push: Intake | None) -> None:
@@ -232,6 +234,7 @@ class LegacyLine:
         self.stands = False  # the rank has accepted the connection, and has not left since
         self.introduction: list[bytes] = []
         self._left = False
+        self._complaints = connections.complaints
         self._push = connections.watch(f"channel to {endpoint}", context.socket(zmq.PUSH), self._told)
 
     @property
@@ -250,9 +253,8 @@ class LegacyLine:
         """Register again when the connection is back, since another life may be there."""
         if event == zmq.EVENT_DISCONNECTED:
             self.stands, self._left = False, True
-            logger.warning(
-                "legacy prefill rank %d at %s closed the connection", self.channel.prefill_rank, self.endpoint
-            )
+            text = "legacy prefill rank %d at %s closed the connection"
+            self._complaints.tell(self.endpoint, text, self.channel.prefill_rank, self.endpoint)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.stands = True
             if self._left and self.introduction:

@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 from pdplane.errors import ConfigError, WireError
 from pdplane.ids import Endpoint
-from pdplane.net import Json, JsonLines, json_line, listen
+from pdplane.net import Complaints, Json, JsonLines, json_line, listen
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +189,7 @@ class RankListener:
         self._socket = listen(Endpoint(host, 0))
         self.port = int(self._socket.getsockname()[1])
         self.word = secrets.token_hex(16)
+        self._complaints = Complaints(logger)
 
     def accept(self, size: int) -> list[RankLink]:
         """Return the links to ranks 1 to `size` - 1, in order. Raises ConfigError when not all come in time."""
@@ -201,7 +202,7 @@ class RankListener:
                 lines = JsonLines(connected, max_line=_MAX_GREETING)
                 rank = self._greeted(lines)
                 if rank is None or not 0 < rank < size or rank in found:
-                    logger.warning("a connection to port %s was not from one of our ranks", self.port)
+                    self._complaints.tell(None, "a connection to port %s was not from one of our ranks", self.port)
                     connected.close()
                 else:
                     found[rank] = RankLink(connected, f"rank {rank}", lines)

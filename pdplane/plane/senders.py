@@ -17,6 +17,7 @@ from pdplane.kv.arena import Arena
 from pdplane.machine import events
 from pdplane.machine.actions import CancelPush, OpenData, StartPush
 from pdplane.messages import Push, PushKey
+from pdplane.net import Complaints
 from pdplane.plane.config import PrefillConfig
 from pdplane.transport import reports
 from pdplane.transport.registry import Sender, close_shared, is_one_sided, open_sender, require_transport
@@ -69,6 +70,7 @@ class Senders:
         self._one_sided = {scheme: is_one_sided(scheme) for scheme in (config.transport, self._legacy_scheme)}
         self._connections: dict[tuple[SessionId, Life], _DataConnection] = {}
         self._lock = threading.Lock()
+        self._complaints = Complaints(logger)
         self._traffic = _Traffic()
         self._ending: list[Sender] = []  # stopped; a slow name look-up may keep a thread for a while
 
@@ -169,7 +171,7 @@ class Senders:
         match report:
             case reports.Connected(session, decode_life, way) if not connection.retired:
                 connection.way = way
-                logger.info("data connection to %s over %s", session, way)
+                self._complaints.tell((session, way), "data connection to %s over %s", session, way, level=logging.INFO)
                 self._post(events.DataConnected(session, life, decode_life if believed is None else believed))
             case reports.Pushed(session, room, generation, push, nbytes):
                 with self._lock:
@@ -185,6 +187,7 @@ class Senders:
             case reports.Resumed(session, count, cause):
                 with self._lock:
                     self._traffic.resumed += 1
-                logger.warning("data connection to %s was cut, %d pushes are sent again: %s", session, count, cause)
+                text = "data connection to %s was cut, %d pushes are sent again: %s"
+                self._complaints.tell((session, "cut"), text, session, count, cause)
             case _:
                 return

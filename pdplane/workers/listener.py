@@ -16,7 +16,7 @@ import numpy as np
 
 from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint
-from pdplane.net import Acceptor, listen
+from pdplane.net import Acceptor, Complaints, first_to_go, listen, plain
 
 _SCRATCH_BYTES = 1 << 18
 _CHUNK_BYTES = 4 << 20  # one system call at most, so that the stall limit is a limit on progress
@@ -34,6 +34,10 @@ class BoundedSocket:
 
     def __init__(self, connected: socket.socket, peer: str, stall_s: float) -> None:
         self.peer = peer
+        self.proved = False
+        """Set by its owner once the peer has said what makes sense: the others make place first."""
+        self.waits = False
+        self.since = time.monotonic()  # the connection, or its last turn, began
         self._socket = connected
         self._stall_s = stall_s
         self._lock = threading.Lock()
@@ -75,7 +79,9 @@ class BoundedSocket:
     def await_first(self, count: int, within_s: float | None) -> memoryview:
         """Return `count` bytes; the first may take `within_s` (None: no limit), the others as long as in `read`."""
         self._socket.settimeout(within_s)
+        self.since, self.waits = time.monotonic(), True
         first = self._received(memoryview(bytearray(1)))
+        self.waits = False
         return memoryview(bytes(first) + bytes(self.read(count - 1)))
 
     def skip(self, count: int) -> None:
@@ -107,6 +113,16 @@ class BoundedSocket:
                 self._limit()
                 sent = self._socket.send(view[:_CHUNK_BYTES])
                 view = view[sent:]
+
+    @property
+    def address(self) -> str:
+        """The other end's host."""
+        return plain(self.peer.rpartition(":")[0])
+
+    @property
+    def ended(self) -> bool:
+        """`stop` was called."""
+        return self._stopped
 
     def stop(self) -> None:
         """End every wait, now and later; from any thread."""
@@ -167,7 +183,9 @@ class Listener:
     """Accepts connections and runs `serve(line, address)` for each on a thread of its own.
 
     `serve` owns its line until it returns; an OSError from it ends the connection quietly. `allow` empty admits every
-    address. Connections above `max_connections` are closed at once. The constructor opens nothing.
+    address. When there are `max_connections`, one that has said nothing yet makes place, else one of another address
+    that waits for its peer's next word, of the address with the most; without such a one the new connection is closed
+    at once. `complaints` writes about peers. The constructor opens nothing.
     """
 
     def __init__(
@@ -186,6 +204,7 @@ class Listener:
         self._lines: dict[threading.Thread, BoundedSocket] = {}
         self._acceptor: Acceptor | None = None
         self._closing = False
+        self.complaints = Complaints(_log)
         self.accepted = 0
         self.refused = 0
 
@@ -234,9 +253,11 @@ class Listener:
     def _admit(self, connected: socket.socket, address: object) -> None:
         assert isinstance(address, tuple), "an internet address"
         host, port = str(address[0]), int(address[1])
-        full = self.connections >= self._max_connections
-        if full or self._closing or (self._allow and not is_inside(host, self._allow)):
+        allowed = not self._allow or is_inside(host, self._allow)
+        if self._closing or not allowed or not self._make_place(plain(host)):
             self.refused += 1
+            reason = "there are too many" if allowed else "the address is not allowed"
+            self.complaints.tell((host, reason), "%s: a connection of %s is refused: %s", self._name, host, reason)
             connected.close()
             return
         try:
@@ -249,6 +270,22 @@ class Listener:
         with self._lock:
             self._lines[thread] = line
         thread.start()
+
+    def _make_place(self, host: str) -> bool:
+        """Return whether one more may connect, after ending one that makes place."""
+        with self._lock:
+            lines = [line for line in self._lines.values() if not line.ended]
+        idle = [line for line in lines if line.waits or not line.proved]
+        if len(lines) < self._max_connections:
+            return True
+        if not idle:
+            return False
+        goes = first_to_go(idle, lambda line: line.address, lambda line: (line.proved, line.since))
+        if goes.proved and goes.address == host:
+            return False
+        self.complaints.tell((goes.address, "place"), "%s: %s makes place for others", self._name, goes.peer)
+        goes.stop()
+        return True
 
     def _run(self, line: BoundedSocket, host: str) -> None:
         try:

@@ -9,8 +9,8 @@ from typing import Any
 
 from pdplane.cli.daemon import run_daemon
 from pdplane.cli.flags import daemon_options, plane_fields
+from pdplane.cli.log import set_up_logging
 from pdplane.cli.prefill import add_arguments
-from pdplane.cli.process import set_up_logging
 from pdplane.control.http_thread import HttpThread
 from pdplane.node.prefill import PrefillNode
 from pdplane.plane.config import PrefillConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdplane.api import Token
-from pdplane.cli.process import JsonFormatter
+from pdplane.cli.log import JsonFormatter
 from pdplane.errors import Cause, RoomFailed
 from pdplane.ids import Endpoint
 from tests.http_client import ask, stream

@@ -300,6 +300,19 @@ def test_too_many_connections_are_closed_at_once() -> None:
         worker.close()
 
 
+def test_silent_connections_make_place_for_others() -> None:
+    worker = CacheWorker(Endpoint("127.0.0.1", 0), StubReceiver(), CacheWorkerOptions(max_connections=4))
+    address = worker.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(worker.close)
+        for _ in range(3):
+            for _silent in range(4):
+                stack.enter_context(socket.create_connection((address.host, address.port), 5))
+            with Wp30Client(address) as client:
+                client.ping()
+        assert worker.statistics().refused_connections == 0
+
+
 def test_a_busy_port_is_named(worker: CacheWorker) -> None:
     again = CacheWorker(worker.endpoint, StubReceiver())
     with pytest.raises(ConfigError, match=str(worker.endpoint.port)):

@@ -211,7 +211,6 @@ _MAX_CAUSES = 8
 # What a command may raise; the connection lives on. A bug of another kind ends its connection only.
 _FAILURES = (PdplaneError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, MemoryError,
              CancelledError)  # fmt: skip
-_log = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -296,9 +295,11 @@ class CacheWorker:
                     self._refuse(line, prefix, over, began)
                     continue
                 frame = read_frame(line, self._options.limits, prefix=prefix)
+                line.proved = True
             except WireError as error:
                 self._count(malformed_frames=1)
-                _log.warning("wp30: %s sent a malformed frame (%s); its connection is closed", line.peer, error)
+                text = "wp30: %s sent a malformed frame (%s); its connection is closed"
+                self._listener.complaints.tell((host, "frame"), text, line.peer, error)
                 return
             received = time.perf_counter()
             if frame.header.get("cmd") == "shutdown" and self._may_shut_down(host):
@@ -350,7 +351,8 @@ class CacheWorker:
             raise
         except _FAILURES as error:
             self._count(failed_commands=1)
-            _log.info("wp30: command %r failed: %s", head["cmd"], error)
+            text = "wp30: command %r failed: %s"
+            self._listener.complaints.tell(str(head["cmd"]), text, head["cmd"], error, level=logging.INFO)
             reply = Reply(_failure(error))
         header = {**head, **reply.header}
         if reply.timed:

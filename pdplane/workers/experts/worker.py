@@ -7,7 +7,6 @@ frame, or a wrong token, end it.
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
@@ -20,6 +19,7 @@ import attrs
 from pdplane.engine.thread import EngineThread, Job, Turns
 from pdplane.errors import InternalError, WireError
 from pdplane.ids import Endpoint
+from pdplane.net import Complaints
 from pdplane.workers.experts.bank import ExpertBank
 from pdplane.workers.experts.requests import DTYPES, OLD_DTYPE, read_assignments, read_dtype, read_exec
 from pdplane.workers.experts.store import ExpertStore
@@ -28,8 +28,6 @@ from pdplane.workers.listener import BoundedSocket, Listener, Network
 
 _FAILURES = (OSError, ValueError, RuntimeError, MemoryError)
 _MAX_ID = 2**53
-_log = logging.getLogger(__name__)
-
 _T = TypeVar("_T")
 Header = dict[str, object]
 Answer = tuple[str, Header, bytes | memoryview]
@@ -117,6 +115,11 @@ class ExpertWorker:
                 self.close()
         return self.endpoint
 
+    @property
+    def complaints(self) -> Complaints:
+        """What writes about peers that are wrong."""
+        return self._listener.complaints
+
     def trouble(self) -> str | None:
         """Return which thread does not go on, None while all do, and while the store is opened."""
         return None if self._bank is None else self._listener.trouble() or self.thread.trouble()
@@ -155,12 +158,14 @@ class ExpertWorker:
         framer = self._prove(line)
         if framer is None:
             return
+        line.proved = True
         session = CoordinatorSession(self, framer)
         try:
             session.run()
         except WireError as error:
             self.count(refused_requests=1)
-            _log.warning("tx1: %s sent a malformed frame (%s); its connection is closed", line.peer, error)
+            text = "tx1: %s sent a malformed frame (%s); its connection is closed"
+            self.complaints.tell((line.address, "frame"), text, line.peer, error)
             if error.field == "payload":
                 framer.refuse(error, self.options.stall_s)
 
@@ -176,7 +181,7 @@ class ExpertWorker:
             return Framer.serve(line, self._token, self.options.limits, deadline_s)
         except (WireError, OSError) as error:
             self.count(refused_handshakes=1)
-            _log.warning("tx1: %s failed the handshake: %s", line.peer, error)
+            self.complaints.tell((line.address, "handshake"), "tx1: %s failed the handshake: %s", line.peer, error)
             return None
         finally:
             with self._lock:
@@ -247,7 +252,7 @@ class CoordinatorSession:
             return "error", {**marked, "msg": error.reason, "code": "bad_request", "field": error.field}, b""
         except _Failed as error:
             self._worker.count(refused_requests=1)
-            _log.warning("tx1: %s failed: %s", message.kind, error)
+            self._worker.complaints.tell(message.kind, "tx1: %s failed: %s", message.kind, error)
             return "error", {**marked, "msg": str(error), "code": "failed"}, b""
         return kind, {**header, **marked}, payload
 
