@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -139,7 +140,11 @@ class QueuedLog(logging.Handler):
 
 def set_up_logging(level: str, *, as_json: bool) -> None:
     """Log everything of `pdplane` from this level on, other packages from warning on."""
-    handler = QueuedLog(sys.stderr.fileno())
+    handler: logging.Handler
+    try:
+        handler = QueuedLog(sys.stderr.fileno())
+    except io.UnsupportedOperation:  # a program that runs a command inside itself has put something else there
+        handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else LineFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("pdplane").setLevel(level.upper())
