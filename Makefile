@@ -3,7 +3,7 @@
 #   make demo [ARGS="--model tiny:gemma3 --json"]    two daemons, one prompt, a table
 #   make serve [ARGS="--model tiny:llama"]           OpenAI's API on port 8080
 #   make test [ARGS="tests/kv -k copies"] [JOBS=0]   everything but the slow tests, in so many processes beside each other
-#   make test-slow lint types clean
+#   make test-slow soak lint types clean
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter, VENV=folder another place for the environment.
 
@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 # A file stays in one process, where its fixtures are; the files come in their order, in which the long ones are first.
 SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo serve test test-slow lint types check mooncake gateways clean
+.PHONY: demo serve test test-slow soak lint types check mooncake gateways clean
 
 demo: $(INSTALLED)
 	@$(BIN)/pdplane demo $(ARGS)
@@ -32,6 +32,9 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest $(SPREAD) -m "slow or hypothesis" --hypothesis-profile full \
 		-o faulthandler_timeout=900 $(ARGS)
+
+soak: $(INSTALLED)  # random load, stops and kills; ARGS="--minutes 10"
+	@$(BIN)/pdplane bench soak $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from pdplane.engine.blas import use_blas
 SUBJECTS: Mapping[str, tuple[str, str]] = {
     "transport": ("pdplane.bench.transport", "how fast blocks move between two processes, on every way"),
     "control": ("pdplane.bench.control", "what a small room costs: latency, rooms a second, processor time"),
+    "soak": ("pdplane.bench.soak", "random load, cancels, stops and kills between four processes: bytes, leaks, waits"),
     "serve": (
         "pdplane.bench.serve",
         "mlx_lm.server beside pdplane, asked alike: waits, rates, first tokens",
