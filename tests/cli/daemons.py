@@ -1,13 +1,15 @@
-"""Daemons as processes of their own, on the toy engine: no MLX needed."""
+"""Daemons and `pdplane serve` as processes of their own, on the toy engine: no MLX needed."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import Any, Self
 
@@ -81,3 +83,36 @@ class Daemon:
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         self.end()
+
+
+class Served:
+    """A running `pdplane serve`."""
+
+    def __init__(self, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            command("serve", "--port", "0", *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.end()
+        self.at = Endpoint.parse(json.loads(line)["http"])
+
+    def ask(self, path: str, body: object = None) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(self.at.host, self.at.port, timeout=PATIENCE_S)
+        try:
+            connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def wait_healthy(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.ask("/health")[0] != 200:
+            assert time.monotonic() < deadline, self.ask("/health")
+            time.sleep(0.05)
+
+    def end(self, number: signal.Signals = signal.SIGINT) -> tuple[int, str]:
+        self.process.send_signal(number)
+        _, log = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, log

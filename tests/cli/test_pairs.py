@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from pdplane.engine.thread import EngineThread
 from pdplane.ids import Endpoint, Room, new_room
 from pdplane.toy.model import ToyOptions, toy_answer
 from tests import waiting
-from tests.cli.daemons import Daemon
+from tests.cli.daemons import Daemon, Served
 from tests.cli.processes import descendants, wait_gone
 from tests.http_client import Answer, ask
 from tests.waiting import until
@@ -29,6 +30,7 @@ from tests.waiting import until
 MODEL = "tiny:llama"
 # Small chunks, so that prompts of a few hundred tokens take several; an arena that eight prompts have to share.
 STEP, BLOCK, ARENA = 64, 16, 2 << 20
+TOKEN_BYTES = 2 * 2 * 2 * 64 * 4  # keys and values, layers, heads, width, f32
 ALERT = ("--ping-interval", "300ms", "--bootstrap-timeout", "5s")
 FLAGS = (
     "--model", MODEL, "--prefill-step-size", str(STEP), "--block-tokens", str(BLOCK), "--arena-bytes", str(ARENA),
@@ -192,6 +194,50 @@ def test_200_requests_some_of_them_cancelled_leave_every_count_as_it_was(pair: P
     assert set(codes[4::20] + codes[5::20]) <= {200, 502, 503}  # a leg may have been over before its peer left
     assert [settled(daemon, start) for daemon, start in zip(pair, starts, strict=True)] == [{}, {}]
     assert both(pair, prompts[199], 4).json["output_ids"] == reference([prompts[199]], 4)[0]
+
+
+def test_the_second_turn_of_a_chat_costs_what_is_new(pair: Pair) -> None:
+    """Through `pdplane serve`, also when a client leaves the turn halfway: only new tokens are computed and sent."""
+    served = Served("--prefill", pair[0].url, "--decode", pair[1].url)
+    try:
+        served.wait_healthy()
+        said = [{"role": "user", "content": "tell me of prefixes, " * 8}]
+        status, first = served.ask("/v1/chat/completions", {"messages": said, "max_tokens": 5})
+        assert (status, first["usage"]["prompt_tokens_details"]["cached_tokens"]) == (200, 0)
+        answer = first["choices"][0]["message"]["content"]
+        said += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and then?"}]
+        leave(served, {"messages": said, "max_tokens": 500, "stream": True})
+        before, arrived = [statistics(daemon) for daemon in pair], arrived_bytes(pair[1])
+        status, second = served.ask("/v1/chat/completions", {"messages": said, "max_tokens": 5})
+        assert status == 200
+        prompt, cached = second["usage"]["prompt_tokens"], second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        after = [statistics(daemon) for daemon in pair]
+        computed, sent = (
+            prompt - (now["prompt_caches"]["reused_tokens"] - then["prompt_caches"]["reused_tokens"])
+            for now, then in zip(after, before, strict=True)
+        )
+        # The client that left had asked for the same prompt.
+        assert prompt - cached == computed == sent == prompt - (prompt - 1) // 64 * 64
+        assert arrived_bytes(pair[1]) - arrived == -(-sent // BLOCK) * BLOCK * TOKEN_BYTES
+    finally:
+        served.end()
+
+
+def leave(served: Served, body: dict[str, Any]) -> None:
+    """Begin a stream and leave it at its first token; return when the sequence is over."""
+    connection = HTTPConnection(served.at.host, served.at.port, timeout=PATIENCE_S)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body))
+    assert connection.getresponse().read(1)
+    connection.close()
+    until(lambda: served.ask("/status")[1]["running"] == 0, "it is over")
+
+
+def arrived_bytes(decode: Daemon) -> int:
+    found = re.search(
+        r"^pdplane_kv_transfer_total_mb_sum (\S+)", ask(decode.http, "GET", "/metrics").body, re.MULTILINE
+    )
+    assert found
+    return round(float(found[1]) * 1e6)
 
 
 def test_a_killed_prefill_costs_its_rooms_and_nothing_else() -> None:

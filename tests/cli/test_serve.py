@@ -9,47 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
 
 import pytest
 
-from pdplane.ids import Endpoint
-from tests.cli.daemons import PATIENCE_S, Daemon, command
+from tests.cli.daemons import PATIENCE_S, Daemon, Served, command
 from tests.cli.processes import descendants, wait_gone
-
-
-class Served:
-    """A running `pdplane serve`."""
-
-    def __init__(self, *flags: str) -> None:
-        self.process = subprocess.Popen(
-            command("serve", "--port", "0", *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.end()
-        self.at = Endpoint.parse(json.loads(line)["http"])
-
-    def ask(self, path: str, body: object = None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection(self.at.host, self.at.port, timeout=PATIENCE_S)
-        try:
-            connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
-        finally:
-            connection.close()
-
-    def wait_healthy(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while self.ask("/health")[0] != 200:
-            assert time.monotonic() < deadline, self.ask("/health")
-            time.sleep(0.05)
-
-    def end(self, number: signal.Signals = signal.SIGINT) -> tuple[int, str]:
-        self.process.send_signal(number)
-        _, log = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, log
-
 
 PROMPT = {"text": "hello", "sampling_params": {"max_new_tokens": 4}}
 
