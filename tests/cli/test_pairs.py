@@ -206,7 +206,7 @@ def test_the_second_turn_of_a_chat_costs_what_is_new(pair: Pair) -> None:
         assert (status, first["usage"]["prompt_tokens_details"]["cached_tokens"]) == (200, 0)
         answer = first["choices"][0]["message"]["content"]
         said += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and then?"}]
-        leave(served, {"messages": said, "max_tokens": 500, "stream": True})
+        leave(served, pair[1], {"messages": said, "max_tokens": 500, "stream": True})
         before, arrived = [statistics(daemon) for daemon in pair], arrived_bytes(pair[1])
         status, second = served.ask("/v1/chat/completions", {"messages": said, "max_tokens": 5})
         assert status == 200
@@ -223,19 +223,18 @@ def test_the_second_turn_of_a_chat_costs_what_is_new(pair: Pair) -> None:
         served.end()
 
 
-def leave(served: Served, body: dict[str, Any]) -> None:
+def leave(served: Served, decode: Daemon, body: dict[str, Any]) -> None:
     """Begin a stream and leave it at its first token; return when the sequence is over."""
     connection = HTTPConnection(served.at.host, served.at.port, timeout=PATIENCE_S)
     connection.request("POST", "/v1/chat/completions", json.dumps(body))
     assert connection.getresponse().read(1)
     connection.close()
-    until(lambda: served.ask("/status")[1]["running"] == 0, "it is over")
+    until(lambda: not statistics(decode)["sequences"]["members"], "it is over")
 
 
 def arrived_bytes(decode: Daemon) -> int:
-    found = re.search(
-        r"^pdplane_kv_transfer_total_mb_sum (\S+)", ask(decode.http, "GET", "/metrics").body, re.MULTILINE
-    )
+    metrics = ask(decode.http, "GET", "/metrics").body
+    found = re.search(r"^pdplane_kv_transfer_total_mb_sum (\S+)", metrics, re.MULTILINE)
     assert found
     return round(float(found[1]) * 1e6)
 

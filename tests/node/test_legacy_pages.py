@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -18,11 +19,11 @@ from pdplane.engine.prefill import MlxPrefillEngine
 from pdplane.engine.reference import single_process
 from pdplane.ids import Endpoint, FieldId, GroupId, Room
 from pdplane.kv.arena import Pool
-from pdplane.kv.manifest import blocks_needed, logical_slots
+from pdplane.kv.manifest import blocks_behind, blocks_needed, logical_slots
 from pdplane.node.decode import DecodeNode
 from pdplane.node.prefill import PrefillNode
 from pdplane.plane.config import DecodeConfig, PrefillConfig
-from pdplane.testing.legacy_peer import LegacyDecode, LegacyRendezvous
+from pdplane.testing.legacy_peer import SUCCESS, LegacyDecode, LegacyPrefill, LegacyRendezvous
 from tests.engine.pair import prompt_of
 from tests.mooncake_engine import needs_engine
 from tests.waiting import PATIENCE_S
@@ -151,3 +152,29 @@ def check(engine: MlxPrefillEngine, node: PrefillNode, decode: LegacyDecode, ren
         fresh, _ = engine.thread.call(lambda: computed(engine.opened.model, later))
         again = engine.thread.call(lambda: resumed(engine.opened.model, found, later, SHARED))
         assert np.abs(again - fresh).max() < 1e-3, length
+
+
+def test_a_legacy_prefill_is_asked_only_for_what_decode_lacks() -> None:
+    """The old wire has the field: the second turn's offer begins behind what decode has kept."""
+    options = EngineOptions("tiny:llama", block_tokens=16, arena_bytes=4 << 20, page_layout="nhd")
+    theirs, ours = MlxPrefillEngine(options), MlxDecodeEngine(options)
+    with theirs, LegacyRendezvous() as http, LegacyPrefill(theirs.layout, http.endpoint, arena=theirs.arena) as played:
+        decode = DecodeNode(ours, DecodeConfig())
+        with contextlib.closing(decode):
+            decode.start()
+            prompt, offered = tuple(prompt_of(130)), []
+            for room in (5, 6):
+                got: list[Token] = []
+                request = DecodeRequest(Room(room), prompt, http.endpoint, 70, ignore_eos=True)
+                leg = decode.decode(request, got.append)
+                blocks = Pool(theirs.layout).allocate(blocks_needed(theirs.layout, len(prompt)))
+                first = theirs.prefill(prompt, blocks, lambda _steps, _chunk: None).result(PATIENCE_S)
+                (offer,) = played.wait(room)
+                offered.append((offer.prefix_len, sum(map(len, (offer.blocks or {}).values()))))
+                played.write(offer, blocks_behind(theirs.layout, blocks, offer.prefix_len, len(prompt)))
+                played.report(offer, SUCCESS, first.id)
+                leg.done.result(PATIENCE_S)
+                wanted = ours.thread.call(partial(single_process, ours.opened.model, prompt, 70, options))
+                assert [token.id for token in got] == [token.id for token in wanted]
+                prompt += (*(token.id for token in got), 5)
+            assert offered == [(0, 9), (192, 1)]  # 201 tokens in blocks of 16, of which 199 have their rows here
