@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,12 +25,12 @@ def command(*words: str) -> list[str]:
 
 
 class Daemon:
-    """`pdplane ROLE --model toy` on free ports; `ready` is its ready line."""
+    """`pdplane ROLE --model toy` on free ports; `ready` is its ready line. `before` is a program that runs it."""
 
-    def __init__(self, role: str, *flags: str, module: str = "pdplane.cli.main") -> None:
+    def __init__(self, role: str, *flags: str, module: str = "pdplane.cli.main", before: Sequence[str] = ()) -> None:
         ports = ["--port", "0"] + (["--bootstrap-port", "0"] if role == "prefill" else [])
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, role, "--model", "toy", *ports, *flags],
+            [*before, sys.executable, "-m", module, role, "--model", "toy", *ports, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
