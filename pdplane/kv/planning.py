@@ -178,7 +178,8 @@ def _round_up(value: int, step: int) -> int:
 #
 # Rules (legacy engines, 2026): a page is `[block tokens, KV heads, head dim]`, keys and values apart, in the planes
 # `unit.<i>.k` and `unit.<i>.v`, where the i-th layer of each group shares unit i. Full and sliding layers form the
-# groups `full_attention` and `sliding_attention`, declared in the order of their first layers. Latent attention keeps
+# groups `full_attention` and `sliding_attention`, or `sliding_attention_<window>` where there are several windows,
+# declared in the order of their first layers. Latent attention keeps
 # one field a layer, the latent and the rotary key side by side for one head, in the plane `slot.<i>`. Heads are split
 # over the ranks, at least one each; every rank holds the latents.
 
@@ -197,10 +198,6 @@ class AttentionLayer:
     dtype: str
     window: int | None = None
 
-    @property
-    def group_id(self) -> GroupId:
-        return FULL if self.window is None else SLIDING
-
 
 @attrs.frozen
 class LatentLayer:
@@ -209,10 +206,6 @@ class LatentLayer:
     layer: int
     width: int
     dtype: str
-
-    @property
-    def group_id(self) -> GroupId:
-        return FULL
 
     @property
     def window(self) -> None:
@@ -259,11 +252,12 @@ def local_heads(heads: int, tp_size: int) -> int:
     return max(1, heads // tp_size)
 
 
-def _wishes(layers: Iterable[CacheLayer], block_tokens: int, tp_size: int) -> Iterator[tuple[FieldSpec, int]]:
+def _wishes(layers: Sequence[CacheLayer], block_tokens: int, tp_size: int) -> Iterator[tuple[FieldSpec, int]]:
     """Yield every field with the heads of the whole model that it is split by; 0 when every rank holds all of it."""
     units: dict[GroupId, int] = {}
+    group_of = _group_ids(layers)
     for layer in sorted(layers, key=lambda layer: layer.layer):
-        group, number = layer.group_id, layer.layer
+        group, number = group_of[layer.window], layer.layer
         unit = units[group] = units.get(group, -1) + 1
         if isinstance(layer, LatentLayer):
             shape = (block_tokens, 1, layer.width)
@@ -274,15 +268,17 @@ def _wishes(layers: Iterable[CacheLayer], block_tokens: int, tp_size: int) -> It
         yield FieldSpec(group, value_field(number), f"unit.{unit}.v", shape, layer.dtype), layer.heads
 
 
-def _specs(layers: Iterable[CacheLayer], block_tokens: int) -> Iterator[GroupSpec]:
-    windows: dict[GroupId, int | None] = {}
-    for layer in sorted(layers, key=lambda layer: layer.layer):
-        if windows.setdefault(layer.group_id, layer.window) != layer.window:
-            raise ConfigError(
-                f"layer {layer.layer} has a window of {layer.window} tokens, the one before {windows[layer.group_id]}: "
-                "a legacy layout has one sliding window for all layers"
-            )
-    for group_id, window in windows.items():
+def _group_ids(layers: Sequence[CacheLayer]) -> dict[int | None, GroupId]:
+    """Return the group of each window, None for the full history, in the order of their first layers."""
+    windows = list(dict.fromkeys(layer.window for layer in sorted(layers, key=lambda layer: layer.layer)))
+    several = sum(window is not None for window in windows) > 1
+    return {
+        window: FULL if window is None else GroupId(f"{SLIDING}_{window}") if several else SLIDING for window in windows
+    }
+
+
+def _specs(layers: Sequence[CacheLayer], block_tokens: int) -> Iterator[GroupSpec]:
+    for window, group_id in _group_ids(layers).items():
         yield GroupSpec(
             group_id,
             retention="full_history" if window is None else "sliding_window",

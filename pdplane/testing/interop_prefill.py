@@ -11,6 +11,7 @@ import numpy as np
 from pdplane.errors import ConfigError
 from pdplane.ids import GroupId, Room
 from pdplane.kv.arena import Arena, Pool
+from pdplane.kv.copies import dp_group
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import blocks_behind, blocks_needed, chunk_positions, logical_slots
 from pdplane.plane.prefill import PrefillPlane
@@ -37,7 +38,7 @@ _LOOK_S = 0.01
 
 
 def run_prefill(options: InteropOptions, events: EventLog) -> bool:
-    """Play the rank; return whether every room ended as expected. Raises ConfigError."""
+    """Play the rank; return whether every room of its group ended as expected. Raises ConfigError."""
     layout = options.make_layout()
     arena = Arena.zeros(layout.arena_bytes)
     with prefill_plane(options, layout, arena) as plane:
@@ -58,7 +59,8 @@ def run_prefill(options: InteropOptions, events: EventLog) -> bool:
         reduce = join_ranks(options.reduce_at, options.tp_size, options.tp_rank)
         try:
             alarm, pool = Alarm(), Pool(layout)
-            runs = [_PrefillRun(plane, layout, arena, pool, options, events, alarm, room) for room in options.rooms]
+            ours = [room for room in options.rooms if dp_group(room, options.dp_size) == options.dp_rank]
+            runs = [_PrefillRun(plane, layout, arena, pool, options, events, alarm, room) for room in ours]
             drive(runs, reduce, alarm, options.timeout)
             time.sleep(options.linger)
         finally:

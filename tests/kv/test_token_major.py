@@ -53,13 +53,30 @@ def test_more_ranks_than_heads_repeat_them() -> None:
     assert [field.shape for field in layout.fields] == [(4, 1, 4), (4, 1, 4)]
 
 
+def test_each_of_several_windows_is_a_group() -> None:
+    layers = [_attention(layer, window=window) for layer, window in enumerate([16, None, 8, 16])]
+    layout = token_major_layout(layers, block_tokens=4, num_lcm_blocks=1)
+    specs = [(spec.group_id, spec.retention, spec.sliding_window_tokens) for spec in layout.group_specs]
+    assert specs == [
+        ("sliding_attention_16", "sliding_window", 16),
+        ("full_attention", "full_history", None),
+        ("sliding_attention_8", "sliding_window", 8),
+    ]
+    keys = [(field.group_id, field.field_id, field.plane_id) for field in layout.fields if field.field_id.endswith("k")]
+    assert keys == [
+        ("full_attention", "layer.1.k", "unit.0.k"),
+        ("sliding_attention_16", "layer.0.k", "unit.0.k"),
+        ("sliding_attention_8", "layer.2.k", "unit.0.k"),
+        ("sliding_attention_16", "layer.3.k", "unit.1.k"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("layers", "tp_size", "reason"),
     [
         ([_attention(0, heads=3)], 2, "3 KV heads cannot be split over 2 ranks"),
-        ([_attention(0, window=8), _attention(1, window=16)], 1, "one sliding window"),
     ],
-    ids=["uneven heads", "two windows"],
+    ids=["uneven heads"],
 )
 def test_what_legacy_engines_cannot_have(layers: list[CacheLayer], tp_size: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
