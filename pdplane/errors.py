@@ -138,14 +138,16 @@ class WireError(RemoteProtocolError):
 
 @attrs.frozen(eq=False)
 class LayoutMismatch(RemoteProtocolError):
-    """The two sides' caches (or models) differ in one named field."""
+    """The two sides' caches (or models) differ in one named field; `advice` says what would make them agree."""
 
     field: str
     ours: str
     theirs: str
+    advice: str = ""
 
     def __str__(self) -> str:
-        return f"{self.field} differs: ours {self.ours}, theirs {self.theirs}"
+        advice = f" ({self.advice})" if self.advice else ""
+        return f"{self.field} differs: ours {self.ours}, theirs {self.theirs}{advice}"
 
 
 @attrs.frozen(eq=False)

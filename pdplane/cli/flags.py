@@ -14,10 +14,11 @@ from pdplane.errors import ConfigError
 from pdplane.options import count, duration, port, size, size_or_nothing, whole
 from pdplane.security import Secret
 from pdplane.transport.framing import XXH3
-from pdplane.transport.registry import LOOPBACK, TRANSPORTS
+from pdplane.transport.registry import LOOPBACK, TRANSPORTS, is_one_sided
 from pdplane.transport.reports import MOONCAKE_PROTOCOLS, TransportOptions
 
 TOY = "toy"
+_LEGACY_LACKS = "legacy peers move the cache with Mooncake alone: start this side with --legacy-transport mooncake"
 
 
 _SCHEMES = sorted(TRANSPORTS.keys() - {LOOPBACK})
@@ -304,6 +305,9 @@ def plane_fields(args: argparse.Namespace) -> dict[str, Any]:
     for flag, scheme in (("--transport", args.transport), ("--legacy-transport", args.legacy_transport)):
         if scheme is not None and scheme not in _SCHEMES:
             raise ConfigError(f"{flag} {scheme} is none of {', '.join(_SCHEMES)}")
+    reaches_legacy = is_one_sided(args.legacy_transport or args.transport)
+    if args.legacy and not reaches_legacy:
+        raise ConfigError("--legacy needs --legacy-transport mooncake: their caches travel in no other way")
     options = TransportOptions(
         streams=args.streams,
         socket_buffer_bytes=args.socket_buffer,
@@ -323,4 +327,5 @@ def plane_fields(args: argparse.Namespace) -> dict[str, Any]:
         "transport_options": options,
         "legacy": args.legacy,
         "legacy_transport": args.legacy_transport,
+        "legacy_lacks": "" if reaches_legacy else _LEGACY_LACKS,
     }

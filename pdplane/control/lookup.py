@@ -37,6 +37,7 @@ from pdplane.control.rendezvous import (
     SCHEME,
     VERSION,
     answer_proof,
+    refuse_pipelines,
     request_proof,
 )
 from pdplane.errors import LocalProtocolError, RendezvousError, WireError
@@ -367,6 +368,7 @@ class RendezvousClient:
             dp_size = sync.member("prefill_dp_size").whole(1, world_size)
             if world_size % dp_size:
                 sync.refuse(f"has the world size {world_size}, no multiple of the dp size {dp_size}")
+            refuse_pipelines(sync, "prefill_pp_size")
             layout = sync.member("cache_layout").text(MAX_LAYOUT)
             if not layout.isascii():
                 sync.member("cache_layout").refuse("is not ASCII")

@@ -185,6 +185,7 @@ def _read_put(body: JsonValue) -> tuple[Sizes, RankEntry]:
     dp_size = _number(body, "dp_size", 1, world_size)
     if world_size % dp_size:
         body.member("world_size").refuse(f"{world_size} is no multiple of dp_size {dp_size}")
+    refuse_pipelines(body, "pp_size")
     world_rank = _number(body, "engine_rank", 0, world_size - 1)
     rank_ip = body.member("rank_ip")
     if not _HOST.match(rank_ip.text()):
@@ -193,6 +194,15 @@ def _read_put(body: JsonValue) -> tuple[Sizes, RankEntry]:
     life, router_port = _native(body)
     sizes = Sizes(world_size, dp_size, _layout(body.member("cache_layout")))
     return sizes, RankEntry(world_rank, rank_ip.text(), rank_port, life, router_port)
+
+
+def refuse_pipelines(found: JsonValue, key: str) -> None:
+    """Raise WireError for a prefill of a newer generation that is split over pipeline stages."""
+    stages = found.optional(key)
+    if stages is not None and stages.json not in (1, "1"):
+        stages.refuse(
+            "is of a newer generation of legacy engines, split over pipeline stages: pdplane speaks one stage"
+        )
 
 
 def _native(body: JsonValue) -> tuple[Life | None, int | None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import pairwise
 from typing import NoReturn, TypeAlias
@@ -407,31 +407,74 @@ def compare_layouts(ours: Layout, theirs: Layout) -> None:
 
     Capacity, packing, planes, strides and offsets may differ. Rules: docs/legacy_wire.md section 4.4.
     """
-    _same("prefix_granularity", ours.prefix_granularity, theirs.prefix_granularity)
-    _same("group_order", [spec.group_id for spec in ours.group_specs], [spec.group_id for spec in theirs.group_specs])
-    for our_spec, their_spec in zip(ours.group_specs, theirs.group_specs, strict=True):
-        _compare_specs(our_spec, their_spec)
-        our_fields, their_fields = ours.fields_of(our_spec.group_id), theirs.fields_of(our_spec.group_id)
-        _same(
-            f"field_order[{our_spec.group_id}]",
-            [field.field_id for field in our_fields],
-            [field.field_id for field in their_fields],
-        )
-        for our_field, their_field in zip(our_fields, their_fields, strict=True):
-            _compare_fields(ours, our_field, theirs, their_field)
+    for mismatch in differences(ours, theirs):
+        raise mismatch
 
 
-def _compare_specs(ours: GroupSpec, theirs: GroupSpec) -> None:
-    for attribute in attrs.fields(GroupSpec):
-        name = attribute.name
-        _same(f"group[{ours.group_id}].{name}", getattr(ours, name), getattr(theirs, name))
+def differences(ours: Layout, theirs: Layout) -> Iterator[LayoutMismatch]:
+    """Yield everything that must agree and does not, with what would change it; the order is that of `_compared`."""
+    for name, here, there in _compared(ours, theirs):
+        if here != there:
+            yield LayoutMismatch(name, str(here), str(there), _advice(name, ours, theirs))
 
 
-def _compare_fields(ours: Layout, our_field: Field, theirs: Layout, their_field: Field) -> None:
-    path = f"field[{our_field.field_id}]"
-    _same(f"{path}.dtype", our_field.dtype, their_field.dtype)
-    _same(f"{path}.partition", ours.partition(our_field.field_id), theirs.partition(their_field.field_id))
-    _same(f"{path}.global_shape", global_shape(ours, our_field), global_shape(theirs, their_field))
+def _compared(ours: Layout, theirs: Layout) -> Iterator[tuple[str, object, object]]:
+    """Yield name and both values of what must agree; groups and fields that one side lacks stand in the lists alone."""
+    yield "prefix_granularity", ours.prefix_granularity, theirs.prefix_granularity
+    yield "group_order", [spec.group_id for spec in ours.group_specs], [spec.group_id for spec in theirs.group_specs]
+    specs = {spec.group_id: spec for spec in theirs.group_specs}
+    for spec in ours.group_specs:
+        if (other := specs.get(spec.group_id)) is None:
+            continue
+        for attribute in attrs.fields(GroupSpec):
+            name = attribute.name
+            yield f"group[{spec.group_id}].{name}", getattr(spec, name), getattr(other, name)
+        sides = [{field.field_id: field for field in side.fields_of(spec.group_id)} for side in (ours, theirs)]
+        yield f"field_order[{spec.group_id}]", *map(list, sides)
+        for field_id in (field_id for field_id in sides[0] if field_id in sides[1]):
+            here, there = sides[0][field_id], sides[1][field_id]
+            path = f"field[{field_id}]"
+            yield f"{path}.dtype", here.dtype, there.dtype
+            yield f"{path}.partition", ours.partition(field_id), theirs.partition(field_id)
+            yield f"{path}.global_shape", global_shape(ours, here), global_shape(theirs, there)
+
+
+_NATIVE_GROUPS = {"kv", "state"}
+_LAYER = re.compile(r"layer\.(\d+)\.")
+_NARROW = ("uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+
+
+def _advice(name: str, ours: Layout, theirs: Layout) -> str:
+    """Return what makes a value equal: a flag of this side, or what the other side must do without."""
+    numbers = {"prefix_granularity", *(f"group[{spec.group_id}].rows_per_page" for spec in ours.group_specs)}
+    numbers |= {f"group[{spec.group_id}].checkpoint_granularity" for spec in ours.group_specs}
+    if name in numbers:
+        return f"--block-tokens {theirs.prefix_granularity}"
+    if name == "group_order" or name.startswith("field_order"):
+        return _advice_on_names(ours, theirs)
+    if name.endswith((".dtype", ".global_shape")):
+        field_id = FieldId(name.partition("[")[2].partition("]")[0])
+        narrow = [field.dtype in _NARROW for field in (ours.field(field_id), theirs.field(field_id))]
+        if narrow == [False, True]:
+            return "the peer keeps its KV cache in 8 bits, which mlx-lm does not: start it with an unquantised KV cache"
+    if name.endswith(".dtype"):
+        return "the weights' dtype: another --model"
+    return "another --model"
+
+
+def _advice_on_names(ours: Layout, theirs: Layout) -> str:
+    groups = [{spec.group_id for spec in side.group_specs} for side in (ours, theirs)]
+    native = [bool(found & _NATIVE_GROUPS) for found in groups]
+    if native[0] != native[1]:
+        return "--page-layout nhd" if native[0] else "--page-layout hnd, as a peer of our own generation has it"
+    fields = [{field.field_id for field in side.fields} for side in (ours, theirs)]
+    layers = [{int(found[1]) for name in side if (found := _LAYER.match(name))} for side in fields]
+    more = sorted(fields[1] - fields[0])
+    if more and layers[1] - layers[0] and min(layers[1] - layers[0]) > max(layers[0], default=-1):
+        return f"the peer has layers of a draft model ({more[0]}), which mlx-lm has not: start it without one"
+    if more and layers[1] == layers[0]:
+        return f"the peer keeps {more[0]}, which mlx-lm does not: a form of attention or of KV cache that is its own"
+    return "another --model"
 
 
 def global_shape(layout: Layout, field: Field) -> tuple[int, ...]:
@@ -440,8 +483,3 @@ def global_shape(layout: Layout, field: Field) -> tuple[int, ...]:
     if partition is None:
         return field.shape
     return (*field.shape[: partition.axis], partition.global_extent, *field.shape[partition.axis + 1 :])
-
-
-def _same(name: str, ours: object, theirs: object) -> None:
-    if ours != theirs:
-        raise LayoutMismatch(name, str(ours), str(theirs))

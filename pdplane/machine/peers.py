@@ -359,7 +359,8 @@ class Sessions:
         try:
             route = self._accept(registration, event.layout, hello)
         except LayoutMismatch as wrong:
-            self._refuse(turn, peer, Refused(registration.session, wrong.field, wrong.ours, wrong.theirs))
+            advised = f"{wrong.theirs} ({wrong.advice})" if wrong.advice and is_legacy(peer.identity) else wrong.theirs
+            self._refuse(turn, peer, Refused(registration.session, wrong.field, wrong.ours, advised))
             return None
         except ProtocolError as wrong:
             ours = f"rank {self._settings.prefill_rank} of {self._settings.tp_size}"

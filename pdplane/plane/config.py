@@ -34,7 +34,8 @@ class PlaneConfig:
 
     `legacy` opens the channel for peers of the older generation too. None opens it unless there is a `legacy_obstacle`;
     True opens it in spite of a secret and is a ConfigError with any other obstacle. The cache travels between them and
-    us by `legacy_transport`, by default the same as `transport`.
+    us by `legacy_transport`, by default the same as `transport`; theirs is mooncake. `legacy_lacks` says what this side
+    lacks to serve them, and rooms that meet one fail with it.
 
     `max_rooms` bounds the rooms that are live at one time; more fail at once with "too many live rooms". With
     `record_events` the plane keeps what `poll` gives. Raises ConfigError.
@@ -53,6 +54,7 @@ class PlaneConfig:
     transport_options: TransportOptions = attrs.field(factory=TransportOptions)
     legacy: bool | None = None
     legacy_transport: str | None = None
+    legacy_lacks: str = ""
     record_events: bool = False
     max_rooms: int = 4096
 

@@ -280,11 +280,12 @@ def read_answer(
     for rank in found.ranks:
         if rank.router_port is not None and rank.life is not None:
             ranks.append(events.PeerRank(rank.prefill_rank, Endpoint(rank.host, rank.router_port), rank.life))
-        elif config.speaks_legacy:
+        elif config.speaks_legacy and not config.legacy_lacks:
             ranks.append(events.PeerRank(rank.prefill_rank, Endpoint(rank.host, rank.port), Life("")))
         else:
             obstacle = config.legacy_obstacle or "the legacy channel is turned off"
-            text = f"prefill at {found.bootstrap} is a legacy peer, and this decode has none: {obstacle}"
+            why = config.legacy_lacks if config.speaks_legacy else f"this decode has none: {obstacle}"
+            text = f"prefill at {found.bootstrap} is a legacy peer, and {why}"
             return events.PeerMissing(number, found.bootstrap, Why(Cause.REFUSED, text))
     try:
         layout = wire.decode_layout(found.layout)

@@ -145,6 +145,7 @@ class Senders:
         scheme = self._config.transport if life else self._legacy_scheme
         # A one-sided transport learns of no life, so the registered one is assumed.
         believed = life if self._one_sided[scheme] else None
+        lacks = "" if life else self._config.legacy_lacks
         sender = open_sender(
             scheme,
             peer=peer,
@@ -152,7 +153,7 @@ class Senders:
             prefill_rank=Rank(self._config.tp_rank),
             prefill_life=self._life,
             arena=self._arena,
-            report=lambda report: self._hear(connection, life, believed, report),
+            report=lambda report: self._hear(connection, life, believed, report, lacks),
             secret=self._config.secret,
             decode_life=expected,
             options=self._config.transport_options,
@@ -167,7 +168,10 @@ class Senders:
         for key in [key for key, connection in self._connections.items() if connection.over]:
             self.close(*key)
 
-    def _hear(self, connection: _DataConnection, life: Life, believed: Life | None, report: reports.Report) -> None:
+    def _hear(
+        self, connection: _DataConnection, life: Life, believed: Life | None, report: reports.Report, lacks: str
+    ) -> None:
+        because = f" ({lacks})" if lacks else ""
         match report:
             case reports.Connected(session, decode_life, way) if not connection.retired:
                 connection.way = way
@@ -179,11 +183,11 @@ class Senders:
                 self._post(events.PushEnded(session, room, generation, push, None))
             case reports.PushFailed(session, room, generation, push, cause):
                 connection.began.pop((room, generation, push), None)
-                self._post(events.PushEnded(session, room, generation, push, cause))
+                self._post(events.PushEnded(session, room, generation, push, f"{cause}{because}"))
             case reports.ConnectFailed(session, cause) | reports.Disconnected(session, cause):
                 connection.over = True
                 if not connection.retired:
-                    self._post(events.DataLost(session, life, cause))
+                    self._post(events.DataLost(session, life, f"{cause}{because}"))
             case reports.Resumed(session, count, cause):
                 with self._lock:
                     self._traffic.resumed += 1

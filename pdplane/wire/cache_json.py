@@ -67,6 +67,7 @@ def decode_layout(data: bytes) -> Layout:
 def parse_layout(data: bytes) -> Layout:
     """Parse, and check the form but not the geometry. Raises WireError."""
     root = parse_json(data, "layout", MAX_LAYOUT)
+    _refuse_other_generations(root)
     plan = root.member("plan")
     return Layout(
         **{name: plan.member(name).whole(1) for name in _PLAN_NUMBERS},
@@ -77,6 +78,22 @@ def parse_layout(data: bytes) -> Layout:
         partitions=tuple(_partition(entry) for entry in root.member("transfer_schema").member("fields").items()),
         given_steps=(),
     )
+
+
+_NEWER_KEYS = frozenset({"shard_count", "replayable", "replay_checkpoint_group", "max_state_lag_tokens"})
+
+
+def _refuse_other_generations(root: JsonValue) -> None:
+    """Raise WireError for the layout of a legacy engine whose revision pdplane does not speak, known by its keys."""
+    spoken = "pdplane speaks that of 2026-08-16 and the weeks after"
+    specs = root.member("group_specs").items()
+    newer = {key for entry in specs if isinstance(entry.json, dict) for key in entry.json.keys() & _NEWER_KEYS}
+    if newer:
+        root.refuse(f"is of a newer generation of legacy engines ({', '.join(sorted(newer))} in group_specs): {spoken}")
+    if root.optional("field_dtypes") is not None:
+        fields = root.member("plan").member("fields").items()
+        if any(isinstance(entry.json, dict) and "dtype" not in entry.json for entry in fields):
+            root.refuse(f"is of an older generation of legacy engines (field_dtypes): {spoken}")
 
 
 def _keys(kind: type[Any]) -> frozenset[str]:
