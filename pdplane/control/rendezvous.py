@@ -200,9 +200,7 @@ def refuse_pipelines(found: JsonValue, key: str) -> None:
     """Raise WireError for a prefill of a newer generation that is split over pipeline stages."""
     stages = found.optional(key)
     if stages is not None and stages.json not in (1, "1"):
-        stages.refuse(
-            "is of a newer generation of legacy engines, split over pipeline stages: pdplane speaks one stage"
-        )
+        stages.refuse(f"is {stages.json!r}: a newer legacy engine with pipeline stages, which pdplane does not speak")
 
 
 def _native(body: JsonValue) -> tuple[Life | None, int | None]:

@@ -430,7 +430,7 @@ def _compared(ours: Layout, theirs: Layout) -> Iterator[tuple[str, object, objec
             name = attribute.name
             yield f"group[{spec.group_id}].{name}", getattr(spec, name), getattr(other, name)
         sides = [{field.field_id: field for field in side.fields_of(spec.group_id)} for side in (ours, theirs)]
-        yield f"field_order[{spec.group_id}]", *map(list, sides)
+        yield f"field_order[{spec.group_id}]", list(sides[0]), list(sides[1])
         for field_id in (field_id for field_id in sides[0] if field_id in sides[1]):
             here, there = sides[0][field_id], sides[1][field_id]
             path = f"field[{field_id}]"
@@ -454,8 +454,11 @@ def _advice(name: str, ours: Layout, theirs: Layout) -> str:
         return _advice_on_names(ours, theirs)
     if name.endswith((".dtype", ".global_shape")):
         field_id = FieldId(name.partition("[")[2].partition("]")[0])
-        narrow = [field.dtype in _NARROW for field in (ours.field(field_id), theirs.field(field_id))]
-        if narrow == [False, True]:
+        here, there = ours.field(field_id), theirs.field(field_id)
+        tokens = ours.prefix_granularity, theirs.prefix_granularity
+        if here.shape != there.shape == tuple(tokens[1] if n == tokens[0] else n for n in here.shape):
+            return f"--block-tokens {tokens[1]}"
+        if there.dtype in _NARROW and here.dtype not in _NARROW:
             return "the peer keeps its KV cache in 8 bits, which mlx-lm does not: start it with an unquantised KV cache"
     if name.endswith(".dtype"):
         return "the weights' dtype: another --model"

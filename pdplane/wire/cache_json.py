@@ -86,14 +86,14 @@ _NEWER_KEYS = frozenset({"shard_count", "replayable", "replay_checkpoint_group",
 def _refuse_other_generations(root: JsonValue) -> None:
     """Raise WireError for the layout of a legacy engine whose revision pdplane does not speak, known by its keys."""
     spoken = "pdplane speaks that of 2026-08-16 and the weeks after"
-    specs = root.member("group_specs").items()
-    newer = {key for entry in specs if isinstance(entry.json, dict) for key in entry.json.keys() & _NEWER_KEYS}
+    specs = root.member("group_specs")
+    newer = {key for entry in specs.items() if isinstance(entry.json, dict) for key in entry.json.keys() & _NEWER_KEYS}
     if newer:
-        root.refuse(f"is of a newer generation of legacy engines ({', '.join(sorted(newer))} in group_specs): {spoken}")
+        specs.refuse(f"are of a newer generation of legacy engines ({', '.join(sorted(newer))}): {spoken}")
     if root.optional("field_dtypes") is not None:
-        fields = root.member("plan").member("fields").items()
-        if any(isinstance(entry.json, dict) and "dtype" not in entry.json for entry in fields):
-            root.refuse(f"is of an older generation of legacy engines (field_dtypes): {spoken}")
+        fields = root.member("plan").member("fields")
+        if any(isinstance(entry.json, dict) and "dtype" not in entry.json for entry in fields.items()):
+            fields.refuse(f"are of an older generation of legacy engines (field_dtypes): {spoken}")
 
 
 def _keys(kind: type[Any]) -> frozenset[str]:

@@ -62,7 +62,9 @@ WRONG_SETTINGS = [
     (["--transport", "pigeon"], "pigeon"),
     (["--transport", "loopback"], "loopback"),
     (["--legacy-transport", "pigeon"], "--legacy-transport pigeon"),
-    (["--legacy", "--host", "::1"], "no legacy peers"),
+    (["--legacy", "--legacy-transport", "mooncake", "--host", "::1"], "no legacy peers"),
+    (["--legacy"], "--legacy needs --legacy-transport mooncake"),
+    (["--legacy", "--legacy-transport", "tcp"], "--legacy needs --legacy-transport mooncake"),
 ]
 RUN_EACH = """
 import contextlib, io, json, sys

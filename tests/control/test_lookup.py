@@ -201,6 +201,7 @@ GOOD = {"prefill_tp_size": 1, "prefill_dp_size": 1, "cache_layout": "{}"}
         (200, "x" * (2 << 20), "longer than"),
         (200, json.dumps(GOOD | {"prefill_tp_size": True}), "prefill_tp_size"),
         (200, json.dumps(GOOD | {"prefill_tp_size": 10**9}), "prefill_tp_size"),
+        (200, json.dumps(GOOD | {"prefill_pp_size": 2}), "prefill_pp_size is 2: a newer legacy engine"),
         (200, json.dumps(GOOD | {"prefill_tp_size": 3, "prefill_dp_size": 2}), "multiple"),
         (200, json.dumps(GOOD | {"cache_layout": 7}), "cache_layout"),
         (200, json.dumps(GOOD | {"cache_layout": "\u00e9"}), "cache_layout"),

@@ -104,6 +104,7 @@ def test_every_stricter_answer_belongs_to_a_recorded_step() -> None:
         ({"dp_size": 0}, "dp_size"),
         ({"world_size": 3, "dp_size": 2}, "world_size"),
         ({"world_size": 10**30}, "world_size"),
+        ({"pp_size": 2}, "pp_size is 2: a newer legacy engine"),
         ({"world_size": True}, "world_size"),
         ({"world_size": 1.0}, "world_size"),
         ({"engine_rank": -1}, "engine_rank"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from pdplane import wire
 from pdplane.errors import LocalProtocolError, RoomFailed
+from pdplane.ids import SessionId
 from pdplane.kv.arena import Pool
 from pdplane.kv.layout import Layout
 from pdplane.kv.manifest import blocks_needed
@@ -78,6 +80,21 @@ def test_a_room_is_served_whole_and_nothing_else_is_touched(
     assert (sent == pages(decode.layout, decode.arena, target)).all()
     untouched = decode.arena.nbytes - len(sent)
     assert np.count_nonzero(decode.arena.bytes == 0xEE) >= untouched
+
+
+def test_what_we_lack_to_serve_it_stands_in_the_failure(start_prefill: StartPrefill, start_legacy: StartLegacy) -> None:
+    """Nobody answers at its session, as a Mooncake engine does not answer our greeting."""
+    prefill, decode = start_prefill(legacy_lacks="start it with Mooncake"), start_legacy()
+    with socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", 0))
+        decode.session = SessionId(f"127.0.0.1:{foreign.getsockname()[1]}")
+        contact, _ = offer(prefill, decode, 7)
+        work = prefill.plane.open(7, prompt_len=10)
+        work.wait_window(PATIENCE_S)
+        work.push(prefill.fill(10))
+        work.finish(first_token=42)
+        assert "(start it with Mooncake)" in refused(lambda: work.done.result(PATIENCE_S))
+        assert "said 0" in refused(lambda: decode.wait(7, contact))
 
 
 def test_an_early_offer_waits_for_its_request(start_prefill: StartPrefill, start_legacy: StartLegacy) -> None:

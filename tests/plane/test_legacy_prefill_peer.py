@@ -69,6 +69,13 @@ def test_a_room_is_filled_by_a_legacy_prefill(start_decode: StartDecode, start_l
     room.released.result(0)
 
 
+def test_what_we_lack_to_serve_it_is_told_at_once(start_decode: StartDecode, start_legacy: StartLegacy) -> None:
+    prefill, decode = start_legacy(), start_decode(legacy_lacks="start it with Mooncake")
+    room, _ = ask(decode, prefill, 7)
+    assert "is a legacy peer, and start it with Mooncake" in failure(room)
+    assert not prefill._pull.poll(0)
+
+
 def test_seven_frames_tell_more(start_decode: StartDecode, start_legacy: StartLegacy) -> None:
     prefill, decode = start_legacy(), start_decode()
     room, _ = ask(decode, prefill, 7)

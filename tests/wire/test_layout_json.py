@@ -53,6 +53,31 @@ def test_refused(case: Case) -> None:
         assert caught.value.field.startswith("layout.")
 
 
+def _other_generation(change: Callable[[Json], None]) -> bytes:
+    layout = json.loads(wire.encode_layout(two_group_layout()))
+    change(layout)
+    return json.dumps(layout).encode()
+
+
+def _newer(layout: Json) -> None:
+    for spec in layout["group_specs"]:
+        spec |= {"replayable": False, "shard_count": 1}
+
+
+def _older(layout: Json) -> None:
+    layout["field_dtypes"] = [field.pop("dtype") for field in layout["plan"]["fields"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(_newer, "newer generation of legacy engines (replayable, shard_count)"), (_older, "older generation")],
+)
+def test_another_generation_is_named(change: Callable[[Json], None], says: str) -> None:
+    with pytest.raises(WireError) as caught:
+        wire.decode_layout(_other_generation(change))
+    assert says in caught.value.reason
+
+
 @each("legacy/layouts", lambda case: case["name"] in STRICTER)
 def test_each_reason_is_needed(case: Case) -> None:
     assert not refused(case)
