@@ -37,7 +37,7 @@ _Ring: Callable[..., Cache] = RotatingKVCache
 
 _REASONS = {
     "QuantizedKVCache": "a quantised KV cache",
-    "ArraysCache": "a recurrent state, whose legacy names differ by model",
+    "ArraysCache": "a recurrent state, whose widths legacy revisions keep in either order without telling",
 }
 
 

@@ -456,7 +456,8 @@ def _advice(name: str, ours: Layout, theirs: Layout) -> str:
         field_id = FieldId(name.partition("[")[2].partition("]")[0])
         here, there = ours.field(field_id), theirs.field(field_id)
         tokens = ours.prefix_granularity, theirs.prefix_granularity
-        if here.shape != there.shape == tuple(tokens[1] if n == tokens[0] else n for n in here.shape):
+        unequal = {pair for pair in zip(here.shape, there.shape, strict=False) if pair[0] != pair[1]}
+        if unequal == {tokens}:
             return f"--block-tokens {tokens[1]}"
         if there.dtype in _NARROW and here.dtype not in _NARROW:
             return "the peer keeps its KV cache in 8 bits, which mlx-lm does not: start it with an unquantised KV cache"
