@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import ipaddress
 import re
 from collections.abc import Mapping
+
+import attrs
 
 from pdplane.ids import MAX_ROOM, Endpoint, Room
 
@@ -15,6 +19,7 @@ _UNITS: Mapping[str, int] = {
     "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40,
     "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
 }  # fmt: skip
+_PATTERN = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]\s?]+))(?::(?P<port>[0-9]{1,5}|\*))?\Z")
 _SECONDS: Mapping[str, float] = {"": 1, "ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600}
 
 
@@ -71,6 +76,43 @@ def endpoint(text: str) -> Endpoint:
         return Endpoint.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+@attrs.frozen
+class AddressPattern:
+    """Which addresses `HOST:PORT` stands for: a name with `*`, an address or a CIDR range, and a port or `*`."""
+
+    name: str
+    network: ipaddress.IPv4Network | ipaddress.IPv6Network | None
+    port: int | None
+
+    def allows(self, at: Endpoint) -> bool:
+        """Return whether the address, as it is written, fits; a name never fits a range."""
+        if self.port is not None and self.port != at.port:
+            return False
+        if self.network is None:
+            return fnmatch.fnmatchcase(at.host.lower(), self.name)
+        try:
+            found = ipaddress.ip_address(at.host)
+        except ValueError:
+            return False
+        plain = getattr(found, "ipv4_mapped", None) or found
+        return plain.version == self.network.version and plain in self.network
+
+
+def address_pattern(text: str) -> AddressPattern:
+    """Return a pattern, from `10.0.0.0/24:8998`, `*.prefill.svc:*`, `[fd00::/8]:8998`; without a port any fits."""
+    found = _PATTERN.match(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pattern like 10.0.0.0/24:8998 or *.example:*")
+    host, number = found["host"] or found["six"], found["port"]
+    where = None if number in (None, "*") else port(number)
+    try:
+        return AddressPattern(host, ipaddress.ip_network(host, strict=False), where)
+    except ValueError:
+        if "/" in host or found["six"]:
+            raise argparse.ArgumentTypeError(f"{host!r} is no address or range") from None
+    return AddressPattern(host.lower(), None, where)
 
 
 def room(text: str) -> Room:

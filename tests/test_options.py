@@ -85,3 +85,32 @@ def test_layerwise_is_on_unless_it_is_turned_off(flags: list[str], interval: int
     parser = argparse.ArgumentParser()
     add_model_flags(parser)
     assert engine_options(parser.parse_args(["--model", "tiny:llama", *flags])).layerwise_interval == interval
+
+
+@pytest.mark.parametrize(
+    ("pattern", "address", "allowed"),
+    [
+        ("10.0.0.0/24:8998", "10.0.0.7:8998", True),
+        ("10.0.0.0/24:8998", "10.0.0.7:8999", False),
+        ("10.0.0.0/24:8998", "10.0.1.7:8998", False),
+        ("10.0.0.0/24", "10.0.0.7:1", True),
+        ("10.0.0.0/24:*", "[::ffff:10.0.0.7]:1", True),
+        ("10.0.0.0/24:*", "prefill-0:8998", False),
+        ("0.0.0.0/0", "2130706433:8998", False),  # a name to us, and 127.0.0.1 to the resolver
+        ("[fd00::/8]:8998", "[fd00::1]:8998", True),
+        ("[fd00::/8]:8998", "[fe80::1]:8998", False),
+        ("127.0.0.1:8998", "127.0.0.1:8998", True),
+        ("127.0.0.1:8998", "localhost:8998", False),
+        ("*.prefill.svc:*", "P-0.Prefill.svc:9000", True),
+        ("*.prefill.svc:*", "p-0.prefill.svc.evil:9000", False),
+        ("*", "169.254.169.254:80", True),
+    ],
+)
+def test_address_patterns(pattern: str, address: str, allowed: bool) -> None:
+    assert options.address_pattern(pattern).allows(Endpoint.parse(address)) == allowed
+
+
+@pytest.mark.parametrize("text", ["", ":8998", "a:b", "10.0.0.0/99:1", "a/b", "[name]:1", "a:99999", "a b:1"])
+def test_what_is_no_address_pattern_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        options.address_pattern(text)

@@ -6,7 +6,7 @@ import argparse
 import logging
 
 from pdplane.cli.daemon import mlx_needed
-from pdplane.cli.flags import add_number_flags
+from pdplane.cli.flags import add_insecure_flag, add_number_flags, check_public
 from pdplane.cli.worker_life import add_worker_flags, run_worker
 from pdplane.engine.options import EngineOptions
 from pdplane.ids import Endpoint
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="127.0.0.1",
         help="address on which the worker listens; the protocol has no secret (default: %(default)s)",
     )
+    add_insecure_flag(parser, "any secret")
     parser.add_argument(
         "--prefill-step-size",
         type=count,
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the worker; return the exit code. Raises ConfigError."""
+    check_public(args.host, "a loopback --host, since WP30 knows no secret", has_secret=False, insecure=args.insecure)
     with mlx_needed(args.blas):
         from pdplane.workers.cache.model import MlxCacheModel
         from pdplane.workers.cache.prefix import PrefixEngine

@@ -17,9 +17,10 @@ from pdplane.cli.flags import TOY, DaemonOptions, add_daemon_flags, daemon_optio
 from pdplane.cli.ranks import RankProcess, Seat, follow, lead, seat_here, seated
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError
+from pdplane.ids import Endpoint
 from pdplane.node.decode import DecodeLeg, DecodeNode
 from pdplane.node.ranks import BeginLeg, Follower, LeadDecode, Meet, Ranks, Request
-from pdplane.options import count, duration, port
+from pdplane.options import AddressPattern, address_pattern, count, duration, port
 from pdplane.plane.config import DecodeConfig
 from pdplane.serving.routes import decode_app
 
@@ -37,6 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     own.add_argument(
         "--status-port", type=port, default=0, help="port to which legacy prefill ranks report (default: a free one)"
+    )
+    own.add_argument(
+        "--allow-prefill",
+        type=address_pattern,
+        nargs="+",
+        action="extend",
+        metavar="HOST:PORT",
+        help="rendezvous that a request may name, like 10.0.0.0/24:8998 or *.prefill.svc:* (default: any)",
     )
     own.add_argument(
         "--quarantine-timeout",
@@ -84,7 +93,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _app(args: argparse.Namespace) -> Callable[[DecodeService], web.Application]:
-    return partial(decode_app, bootstrap_port=args.bootstrap_port or 8998)
+    patterns: list[AddressPattern] | None = args.allow_prefill
+
+    def allows(prefill: Endpoint) -> bool:
+        return patterns is None or any(pattern.allows(prefill) for pattern in patterns)
+
+    return partial(decode_app, bootstrap_port=args.bootstrap_port or 8998, allows=allows)
 
 
 def _run_rank(seat: Seat, args: argparse.Namespace, options: DaemonOptions, config: DecodeConfig) -> int:

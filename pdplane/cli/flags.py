@@ -12,6 +12,7 @@ from pdplane.engine.blas import AUTO, WHEEL
 from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, PAGE_LAYOUTS, EngineOptions
 from pdplane.errors import ConfigError
 from pdplane.options import count, duration, port, size, size_or_nothing, whole
+from pdplane.plane.config import is_loopback
 from pdplane.security import Secret
 from pdplane.transport.framing import XXH3
 from pdplane.transport.registry import LOOPBACK, TRANSPORTS, is_one_sided
@@ -112,6 +113,7 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
         metavar="FILE",
         help="file with the secret by which all daemons encrypt control and know each other (default: no secret)",
     )
+    add_insecure_flag(peers, "--secret-file")
     _add_legacy_flags(parser.add_argument_group("peers of the older generation"))
     peers.add_argument(
         "--bootstrap-timeout",
@@ -169,6 +171,23 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
         "--exit-with-parent", action="store_true", help="end when standard input, a pipe from the parent, ends"
     )
     add_log_flags(limits)
+
+
+def add_insecure_flag(group: argparse._ActionsContainer, secret: str) -> None:
+    """Add the consent to listening on a public address without the flag that keeps strangers away."""
+    group.add_argument(
+        "--insecure",
+        action="store_true",
+        help=f"listen where other machines can connect without {secret} too (default: that is refused)",
+    )
+
+
+def check_public(host: str, secret: str, *, has_secret: bool, insecure: bool) -> None:
+    """Raise ConfigError for a public address without a secret, unless that was asked for."""
+    if not (has_secret or insecure or is_loopback(host)):
+        raise ConfigError(
+            f"other machines can reach {host}: give {secret}, or --insecure to let anybody in who reaches it"
+        )
 
 
 def add_number_flags(model: argparse._ActionsContainer) -> None:
@@ -286,6 +305,7 @@ def daemon_options(args: argparse.Namespace) -> DaemonOptions:
     """Return the shared flags as values. Raises ConfigError."""
     if not args.host:
         raise ConfigError("--host is empty: that would be every interface")
+    check_public(args.host, "--secret-file", has_secret=bool(args.secret_file), insecure=args.insecure)
     return DaemonOptions(
         engine=attrs.evolve(engine_options(args), prompt_cache_bytes=args.prompt_cache_bytes),
         host=args.host,

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from pdplane.cli.children import Child, ChildFailed
-from pdplane.cli.flags import add_model_flags
+from pdplane.cli.flags import add_insecure_flag, add_model_flags, check_public
 from pdplane.cli.log import LEVELS
 from pdplane.cli.process import END_S, StopSignal, exit_with_parent
 from pdplane.control.http_thread import HttpThread
@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--api-key", metavar="KEY", help="key that clients must send (default: $PDPLANE_API_KEY, else none)"
     )
+    add_insecure_flag(serve, "--api-key")
     serve.add_argument(
         "--prompt-cache-bytes",
         type=size_or_nothing,
@@ -184,6 +185,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("name both --prefill and --decode, or a --model to start a pair of them here")
     if bool(args.prefill) == bool(args.model):
         raise ConfigError("name a --model to start a pair of daemons, or running ones by --prefill and --decode")
+    options = _pair_options(args)
+    check_public(args.host, "--api-key", has_secret=options.api_key is not None, insecure=args.insecure)
     stop, http = StopSignal(args.drain_timeout + END_S), HttpThread()
     with stop.listening():
         if args.exit_with_parent:
@@ -192,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             members, keepers = _members(args, http)
             # Before the daemons load their model: a busy port shows at once, and /health answers 503 meanwhile.
-            endpoint = http.serve(pair_app(members, _pair_options(args), http.session), args.host, args.port)
+            endpoint = http.serve(pair_app(members, options, http.session), args.host, args.port)
             with _running(keepers):
                 return _serve(endpoint, members, keepers, stop)
         finally:

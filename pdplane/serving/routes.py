@@ -21,6 +21,7 @@ from pdplane.api import (
     Token,
 )
 from pdplane.errors import Cause, LocalProtocolError, PdplaneError
+from pdplane.ids import Endpoint
 from pdplane.serving.about import AboutRoutes, Role
 from pdplane.serving.answer import Dialect, Piece
 from pdplane.serving.asked import Asked, AskedAnswer, Served
@@ -137,16 +138,30 @@ async def _refusal(exchange: Exchange) -> Sequence[Piece]:
 # ---- The HTTP of a decode node: it looks up the prefill that a request names, and answers with all tokens
 
 
-def decode_app(node: DecodeService, *, bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT) -> web.Application:
-    """Return the application, for the process's HttpThread; `bootstrap_port` is for requests that name none."""
-    return app_of(Half(node, "decode", partial(_begin_decode, node), _first_piece, bootstrap_port))
+def decode_app(
+    node: DecodeService,
+    *,
+    bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT,
+    allows: Callable[[Endpoint], bool] = lambda _prefill: True,
+) -> web.Application:
+    """Return the application, for the process's HttpThread; `bootstrap_port` is for requests that name none.
+
+    `allows` says which rendezvous a request may name: decode connects to it.
+    """
+    return app_of(Half(node, "decode", partial(_begin_decode, node, allows), _first_piece, bootstrap_port))
 
 
 def _begin_decode(
-    node: DecodeService, asked: Asked, answer: AskedAnswer, on_token: Callable[[Token], None]
+    node: DecodeService,
+    allows: Callable[[Endpoint], bool],
+    asked: Asked,
+    answer: AskedAnswer,
+    on_token: Callable[[Token], None],
 ) -> DecodeHandle:
     if answer.meeting.prefill is None:
         raise BadField("bootstrap_host is missing: decode looks up its prefill there", "bootstrap_host")
+    if not allows(answer.meeting.prefill):
+        raise BadField(f"bootstrap_host: {answer.meeting.prefill} is no prefill that is allowed here", "bootstrap_host")
     request = DecodeRequest(
         room=answer.meeting.room,
         tokens=answer.prompt,

@@ -186,7 +186,7 @@ def test_a_busy_port_is_named(role: str, flag: str) -> None:
 
 
 def test_a_host_for_everybody_warns() -> None:
-    daemon = Daemon("decode", "--host", "0.0.0.0", "--advertise-host", "127.0.0.1")
+    daemon = Daemon("decode", "--host", "0.0.0.0", "--advertise-host", "127.0.0.1", "--insecure")
     daemon.wait_ready()
     _code, log = daemon.end()
     assert "listening on 0.0.0.0, which other machines can reach, without a secret" in log

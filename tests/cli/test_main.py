@@ -56,7 +56,9 @@ def test_wrong_usage_is_explained(words: list[str], says: str, capsys: pytest.Ca
 
 WRONG_SETTINGS = [
     (["--host", ""], "--host is empty"),
-    (["--host", "0.0.0.0"], "every interface"),
+    (["--host", "0.0.0.0", "--insecure"], "every interface"),
+    (["--host", "0.0.0.0"], "give --secret-file, or --insecure"),
+    (["--host", "203.0.113.1"], "give --secret-file, or --insecure"),
     (["--bootstrap-timeout", "0.5"], "bootstrap_timeout_s"),
     (["--secret-file", "/nonexistent"], "/nonexistent"),
     (["--transport", "pigeon"], "pigeon"),

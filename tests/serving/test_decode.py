@@ -23,9 +23,10 @@ from pdplane.errors import (
 )
 from pdplane.ids import Endpoint, Room
 from pdplane.serving.errors import STATUSES
+from pdplane.serving.routes import decode_app
 from tests.http_client import ask, stream
 from tests.rows import rows
-from tests.serving.bodies import generate
+from tests.serving.bodies import chat, completion, generate
 from tests.serving.fake_node import FakeNode, Leg, answers, fails
 
 
@@ -282,3 +283,16 @@ def test_an_open_max_tokens_fits_the_context(
         assert answer.status == 400
     else:
         assert node.next_leg().request.max_tokens == given
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_only_an_allowed_prefill_may_be_named(http: HttpThread, node: FakeNode, path: str) -> None:
+    app = decode_app(node, allows=lambda prefill: prefill == Endpoint("127.0.0.1", 9000))
+    decode, bodies = http.serve(app, "127.0.0.1", 0), {"/generate": generate, "/v1/completions": completion}
+    make = bodies.get(path, chat)
+    node.script = answers("ab")
+    assert ask(decode, "POST", path, make()).status == 200
+    for change in ({"bootstrap_port": 9001}, {"bootstrap_host": "localhost"}, {"bootstrap_port": None}):
+        answer = ask(decode, "POST", path, make(**change))
+        assert (answer.status, answer.json["error"]["param"]) == (400, "bootstrap_host")
+    assert node.legs.qsize() == 1
