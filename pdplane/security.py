@@ -11,8 +11,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import ssl
 from pathlib import Path
 from typing import Self
+
+import attrs
 
 from pdplane.errors import ConfigError
 
@@ -101,3 +104,53 @@ class Nonces:
 
     def _mark(self, when: bytes) -> bytes:
         return hmac.digest(self._key, when, hashlib.sha256)[:16]
+
+
+# ---- Certificates
+
+
+@attrs.frozen
+class Tls:
+    """PEM files: our certificate with its chain, its key, and the CA by which members know each other.
+
+    Every certificate of the CA counts as a member, whatever names stand in it: give the daemons a CA of their own.
+    """
+
+    cert: Path = attrs.field(converter=Path)
+    key: Path = attrs.field(converter=Path)
+    ca: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
+
+    def member(self, *, server_side: bool) -> ssl.SSLContext:
+        """Return a context of either end of a data connection: both show a certificate. Raises ConfigError."""
+        if self.ca is None:
+            raise ConfigError("TLS between daemons needs the CA by which they know each other (--tls-ca)")
+        context = self._own(server_side=server_side)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        trust(context, self.ca)
+        return context
+
+    def api(self) -> ssl.SSLContext:
+        """Return the context of an HTTPS server, whose clients need no certificate. Raises ConfigError."""
+        return self._own(server_side=True)
+
+    def _own(self, *, server_side: bool) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            context.load_cert_chain(self.cert, self.key, password="")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot use {self.cert} with the key {self.key}: {_why(error)}") from error
+        return context
+
+
+def trust(context: ssl.SSLContext, ca: Path) -> None:
+    """Let the context believe certificates of this CA. Raises ConfigError."""
+    try:
+        context.load_verify_locations(ca)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the CA {ca}: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    return str(getattr(error, "reason", None) or getattr(error, "strerror", None) or error)

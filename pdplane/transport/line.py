@@ -134,11 +134,13 @@ SEND_SLICE_S = 0.25
 LOCAL_BUFFER_BYTES = 256 << 10  # on one host larger ones leave the processor's cache and were measured slower
 _SCRATCH_BYTES = 256 << 10
 _DONT_WAIT = socket.MSG_DONTWAIT
-_ENDED = "the peer closed the connection"
+ENDED = "the peer closed the connection"
 
 
 class DataSocket:
     """A connected stream socket; used by one thread, stopped by any."""
+
+    way = "tcp"
 
     def __init__(self, connected: socket.socket, buffer_bytes: int | None) -> None:
         self._socket = connected
@@ -149,6 +151,14 @@ class DataSocket:
         self.descriptor = connected.fileno()
         self.credentials = peer_credentials(connected) if connected.family == socket.AF_UNIX else None
         _tune(connected, buffer_bytes)
+
+    def handshake(self, deadline_s: float) -> None:
+        """Do what comes before the greeting: nothing on a plain socket. Raises WireError or OSError."""
+
+    @property
+    def has_buffered(self) -> bool:
+        """Whether bytes were taken from the socket that nobody has read, so that no `poll` shows them."""
+        return False
 
     def check(self) -> None:
         """Raise ConnectionAbortedError once the link was stopped: bytes may still be queued behind a shutdown."""
@@ -180,7 +190,7 @@ class DataSocket:
                 continue
             self.check()
             if not count:
-                raise ConnectionResetError(_ENDED)
+                raise ConnectionResetError(ENDED)
             view = view[count:]
             if len(view) and time.monotonic() > deadline_s:  # byte by byte is no progress
                 raise TimeoutError("the peer stalled")
@@ -211,7 +221,7 @@ class DataSocket:
             return b""
         if not data:
             self.check()
-            raise ConnectionResetError(_ENDED)
+            raise ConnectionResetError(ENDED)
         return data
 
     def write(self, data: bytes, deadline_s: float) -> None:
@@ -243,7 +253,7 @@ class DataSocket:
             return False
         if not moved:
             self.check()
-            raise ConnectionResetError(_ENDED)
+            raise ConnectionResetError(ENDED)
         return full
 
     def stop(self, cause: str) -> None:
@@ -253,12 +263,15 @@ class DataSocket:
                 self._stopped = cause
             if not self._closed:
                 with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
+                    self._shut_down()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             self._socket.close()
+
+    def _shut_down(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def _tune(connected: socket.socket, buffer_bytes: int | None) -> None:
@@ -295,6 +308,10 @@ def _is_loopback(connected: socket.socket) -> bool:
 logger = logging.getLogger(__name__)
 
 
+Encrypt: TypeAlias = Callable[[socket.socket, int | None], DataSocket]
+"""Makes the link over a connected socket and the size of its buffers. Raises OSError."""
+
+
 class StreamLine:
     """A sender's line over TCP, or over the first of `ways` that the receiver agrees to."""
 
@@ -306,7 +323,10 @@ class StreamLine:
         options: TransportOptions,
         *,
         ways: tuple[str, ...] = (),
+        encrypt: Encrypt | None = None,
     ) -> None:
+        """Set up; `encrypt` makes the socket of a TCP connection, whose bytes leave this host."""
+        self._encrypt = encrypt
         self._peer, self._greeting, self._arena, self._options = peer, greeting, arena, options
         self._ways = ways
         self._lock = threading.Lock()
@@ -323,8 +343,8 @@ class StreamLine:
         with self._lock:
             self._wakeup = wakeup
         dial = Dial(wakeup, lambda: self._down, self._options.connect_timeout_s)
-        link = self._use(dial.tcp(self._peer))
-        accepted = self._greet(link)
+        link = self._use(dial.tcp(self._peer), self._encrypt)
+        accepted = attrs.evolve(self._greet(link), way=link.way)
         self._session_number = accepted.session_number
         if UNIX in self._ways and is_reachable(accepted):
             accepted = self._shorten(dial, link, accepted)
@@ -350,8 +370,9 @@ class StreamLine:
 
     def receive(self, timeout_s: float | None) -> list[Header]:
         link = self._connected()
-        ready = dict(self._poll.poll(None if timeout_s is None else timeout_s * 1000))
-        if ready.pop(link.descriptor, 0):
+        wait_ms = None if timeout_s is None else timeout_s * 1000
+        ready = dict(self._poll.poll(0 if link.has_buffered else wait_ms))
+        if ready.pop(link.descriptor, 0) or link.has_buffered:
             self._partial += link.read_available()
         if ready and self._wakeup is not None:
             self._wakeup.clear()
@@ -387,10 +408,11 @@ class StreamLine:
             raise ConnectionAbortedError("the line is closed")
         return self._link
 
-    def _use(self, connected: socket.socket) -> DataSocket:
+    def _use(self, connected: socket.socket, encrypt: Encrypt | None = None) -> DataSocket:
         """Make this the line's link, which `shutdown` stops; the caller closes the one that it replaced."""
         try:
-            link = DataSocket(connected, self._options.socket_buffer_bytes)
+            size = self._options.socket_buffer_bytes
+            link = DataSocket(connected, size) if encrypt is None else encrypt(connected, size)
         except OSError:
             connected.close()
             raise
@@ -406,6 +428,7 @@ class StreamLine:
     def _greet(self, link: DataSocket) -> Accepted:
         # As patient as for an acknowledgement: somebody accepted, and is busy if no answer comes.
         deadline_s = time.monotonic() + self._options.ack_timeout_s
+        link.handshake(deadline_s)
         link.write(self._greeting.hello(), deadline_s)
         link.write(self._greeting.welcome(*link.read_greeting(deadline_s)), deadline_s)
         return self._greeting.accepted(*link.read_greeting(deadline_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -12,10 +13,10 @@ from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.messages import Push
-from pdplane.security import Secret
+from pdplane.security import Secret, Tls
 from pdplane.transport.fence import Fence, Writer
 from pdplane.transport.greeting import PULL, UNIX, Bundle, SenderGreeting
-from pdplane.transport.line import StreamLine
+from pdplane.transport.line import DataSocket, StreamLine
 from pdplane.transport.loopback import LoopbackLine, LoopbackReceiver
 from pdplane.transport.mooncake import MooncakeLine, MooncakeReceiver, close_engines, load_mooncake, mooncake_options
 from pdplane.transport.receiver import ReceiverSnapshot
@@ -23,6 +24,7 @@ from pdplane.transport.reports import OnReport, TransportOptions
 from pdplane.transport.sender import Line, PushSender
 from pdplane.transport.stream_receiver import StreamReceiver
 from pdplane.transport.striped import StripedSender
+from pdplane.transport.tls import TlsSocket
 
 
 class Sender(Protocol):
@@ -100,7 +102,23 @@ class OneSidedTransport:
 
 
 def _stream(*ways: str) -> Transport:
-    return Transport(partial(StreamLine, ways=ways), partial(StreamReceiver, ways=ways))
+    return Transport(partial(_stream_line, ways), partial(StreamReceiver, ways=ways))
+
+
+def _stream_line(
+    ways: tuple[str, ...], peer: Endpoint, greeting: SenderGreeting, arena: Arena, options: TransportOptions
+) -> Line:
+    encrypt = None if options.tls is None else partial(_encrypted, options.tls)
+    return StreamLine(peer, greeting, arena, options, ways=ways, encrypt=encrypt)
+
+
+def _encrypted(tls: Tls, connected: socket.socket, buffer_bytes: int | None) -> DataSocket:
+    """Return the sending end of a TLS connection. Raises OSError."""
+    try:
+        context = tls.member(server_side=False)  # read anew, so that a renewed certificate counts at once
+    except ConfigError as error:
+        raise OSError(str(error)) from error
+    return TlsSocket(connected, buffer_bytes, context, server_side=False)
 
 
 LOOPBACK = "loopback"

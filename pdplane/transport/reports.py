@@ -10,6 +10,7 @@ import attrs
 from pdplane.errors import ConfigError
 from pdplane.ids import Generation, Life, Room, SessionId
 from pdplane.messages import Landed, WriterCut
+from pdplane.security import Tls
 from pdplane.transport.framing import MAX_RUNS, MAX_SEGMENT_BYTES, XXH3, can_check
 from pdplane.transport.greeting import MAX_STREAMS
 
@@ -58,6 +59,8 @@ class TransportOptions:
     max_connections: int = 256
     max_half_open: int = 32
     """Connections that have not finished their greeting; more are closed at once."""
+    tls: Tls | None = None
+    """Encrypts TCP connections; bytes that stay on this host by a shorter way are not encrypted."""
     mooncake_protocol: str = "tcp"
     """Of the transport mooncake: `tcp` or `rdma`."""
     mooncake_device: str = ""

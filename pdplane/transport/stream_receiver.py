@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from pdplane.transport.line import DataSocket
 from pdplane.transport.pull import PeerMemory
 from pdplane.transport.receiver import HALF_OPEN, Connection, Greeted, ReceiverSnapshot, Reception
 from pdplane.transport.reports import OnReport, TransportOptions
+from pdplane.transport.tls import TlsSocket
 from pdplane.transport.unix_socket import UnixListener, open_unix_listener
 
 
@@ -48,6 +50,7 @@ class StreamReceiver:
         self._connections: set[Connection] = set()
         self._acceptor: Acceptor | None = None
         self._unix: UnixListener | None = None
+        self._context: ssl.SSLContext | None = None
 
     @property
     def endpoint(self) -> Endpoint:
@@ -61,6 +64,7 @@ class StreamReceiver:
         """Bind and accept. Raises ConfigError naming the address."""
         if self._acceptor is not None or self._reception.closing:
             raise LocalProtocolError("a receiver starts once")
+        self._context = self._options.tls.member(server_side=True) if self._options.tls else None
         listener = listen(self._listen)
         self._listen = Endpoint(self._listen.host, listener.getsockname()[1])
         session = self._reception.name_session(Endpoint(advertise_host or self._listen.host, self._listen.port))
@@ -105,7 +109,7 @@ class StreamReceiver:
             connected.close()
             return
         try:
-            link = DataSocket(connected, self._options.socket_buffer_bytes)
+            link = self._link(connected)
         except OSError:  # it has ended already
             connected.close()
             return
@@ -115,14 +119,21 @@ class StreamReceiver:
             self._connections.add(connection)
         connection.start()
 
+    def _link(self, connected: socket.socket) -> DataSocket:
+        size = self._options.socket_buffer_bytes
+        if self._context is None or connected.family == socket.AF_UNIX:
+            return DataSocket(connected, size)
+        return TlsSocket(connected, size, self._context, server_side=True)
+
     def _greet(self, link: DataSocket, deadline_s: float) -> Greeted:
         """Exchange the messages over TCP, up to the sender's proof. Raises WireError or OSError."""
         greeting = self._reception.greeting()
+        link.handshake(deadline_s)
         link.write(greeting.hello(*link.read_greeting(deadline_s)), deadline_s)
         greeting.proof(*link.read_greeting(time.monotonic() + self._options.greeting_timeout_s))
         number = secrets.randbits(64)
         path = self._unix.path if self._unix is not None else ""
-        return Greeted(greeting.writer, greeting.bundle, number, greeting.accepted(number, path))
+        return Greeted(greeting.writer, greeting.bundle, number, greeting.accepted(number, path), link.way)
 
     def _greet_attached(self, link: DataSocket, deadline_s: float) -> Greeted:
         """Take a TCP connection's sender over to the Unix socket. Raises WireError or OSError."""

@@ -70,7 +70,7 @@ _SEND_FLAGS = getattr(socket, "MSG_NOSIGNAL", 0)
 class VectorCall(Protocol):
     """Calls `sendmsg` or `recvmsg` on `count` iovec entries at an address; returns the bytes moved."""
 
-    def __call__(self, descriptor: int, address: int, count: int) -> int: ...
+    def __call__(self, descriptor: int, address: int, count: int, /) -> int: ...
 
 
 def send(descriptor: int, address: int, count: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.transport.ends import Ends
 
-FENCED = ("loopback", "tcp", "unix", "pull")
+FENCED = ("loopback", "tcp", "unix", "pull", "tls")
 """Every transport that lands through the fence; one-sided ones keep to less and have their own tests."""
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import attrs
 import numpy as np
 
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
@@ -16,6 +17,7 @@ from pdplane.security import Secret
 from pdplane.transport.fence import Fence, Grant, Write, Writer
 from pdplane.transport.registry import Sender, open_receiver, open_sender
 from pdplane.transport.reports import Pushed, PushFailed, Report, TransportOptions
+from tests.certificates import member
 
 T = TypeVar("T")
 PATIENCE_S = 30.0
@@ -105,9 +107,15 @@ class Ends:
     """Makes both ends of one scheme and closes them all."""
 
     def __init__(self, scheme: str) -> None:
-        self.scheme = scheme
+        self.scheme, self.transport = scheme, "tcp" if scheme == "tls" else scheme
         self._senders: list[Sender] = []
         self._decodes: list[Decode] = []
+
+    def options(self, options: TransportOptions | None = None) -> TransportOptions | None:
+        """The options of either end, with certificates where the scheme encrypts."""
+        if self.scheme != "tls":
+            return options
+        return attrs.evolve(options or TransportOptions(), tls=member())
 
     def decode(
         self,
@@ -117,7 +125,8 @@ class Ends:
         secret: Secret | None = None,
         options: TransportOptions | None = None,
     ) -> Decode:
-        self._decodes.append(Decode(self.scheme, nbytes, host=host, secret=secret, options=options))
+        decode = Decode(self.transport, nbytes, host=host, secret=secret, options=self.options(options))
+        self._decodes.append(decode)
         return self._decodes[-1]
 
     def sender(
@@ -138,7 +147,7 @@ class Ends:
         """A started sender; `pushes` are submitted before it starts."""
         reports = Reports()
         sender = open_sender(
-            self.scheme,
+            self.transport,
             peer=peer or decode.receiver.endpoint,
             session=SessionId(session) if session else decode.session,
             prefill_rank=Rank(rank),
@@ -147,7 +156,7 @@ class Ends:
             report=report or reports,
             secret=secret,
             decode_life=decode_life,
-            options=options,
+            options=self.options(options),
         )
         self._senders.append(sender)
         for each in pushes:

@@ -262,7 +262,7 @@ def test_close_ends_every_push_once_and_says_nothing_else(ends: Ends) -> None:
 def test_close_before_start_and_start_twice(ends: Ends) -> None:
     decode, reports = ends.decode(), Reports()
     sender = open_sender(
-        ends.scheme,
+        ends.transport,
         peer=decode.receiver.endpoint,
         session=decode.session,
         prefill_rank=Rank(0),
@@ -313,7 +313,9 @@ def test_the_port_is_free_at_once(ends: Ends) -> None:
 
 def _listen_again(ends: Ends, decode: Decode) -> None:
     listen = decode.receiver.endpoint
-    receiver = open_receiver(ends.scheme, listen=listen, decode_life=DECODE_LIFE, fence=decode.fence, report=Reports())
+    receiver = open_receiver(
+        ends.transport, listen=listen, decode_life=DECODE_LIFE, fence=decode.fence, report=Reports()
+    )
     try:
         assert receiver.start("example.test") == f"example.test:{listen.port}"
     finally:
