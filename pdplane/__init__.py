@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         RoomWindow,
         RoomWindowed,
     )
-    from pdplane.security import Secret
+    from pdplane.security import Secret, Tls
     from pdplane.transport.fence import OnLanded
     from pdplane.transport.reports import TransportOptions
 
@@ -74,7 +74,7 @@ _HOMES = {
         "DecodeRoom EventsLost PlaneEvent PrefillRoom RoomDelivered RoomEnded RoomOffered RoomReleased "
         "RoomSucceeded RoomWindow RoomWindowed"
     ),
-    "pdplane.security": "Secret",
+    "pdplane.security": "Secret Tls",
     "pdplane.transport.fence": "OnLanded",
     "pdplane.transport.reports": "TransportOptions",
 }
@@ -129,6 +129,7 @@ __all__ = [
     "RoomWindowed",
     "Secret",
     "SessionId",
+    "Tls",
     "TransportOptions",
     "WaitTimeout",
     "Why",

@@ -22,6 +22,7 @@ from pdplane.engine.blas import AUTO, use_blas
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
 from pdplane.plane.config import PlaneConfig, is_loopback
+from pdplane.serving.errors import key_needed
 from pdplane.transport.vector import take_turns_often
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,10 @@ def run_daemon(
             }
             node = make_node(http, facts)
             # Before the model is loaded: a busy port shows at once, and /health answers 503 meanwhile.
-            endpoint = http.serve(make_app(node), options.host, options.http_port)
+            app = make_app(node)
+            if options.api_key is not None:
+                app.middlewares.append(key_needed(options.api_key))
+            endpoint = http.serve(app, options.host, options.http_port, options.tls)
             try:
                 with stop.interrupting():
                     node.start()

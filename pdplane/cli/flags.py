@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import attrs
@@ -13,13 +14,15 @@ from pdplane.engine.options import KV_BITS, KV_GROUP_SIZES, PAGE_LAYOUTS, Engine
 from pdplane.errors import ConfigError
 from pdplane.options import count, duration, port, size, size_or_nothing, whole
 from pdplane.plane.config import is_loopback
-from pdplane.security import Secret
+from pdplane.security import Secret, Tls
 from pdplane.transport.framing import XXH3
 from pdplane.transport.registry import LOOPBACK, TRANSPORTS, is_one_sided
 from pdplane.transport.reports import MOONCAKE_PROTOCOLS, TransportOptions
 
 TOY = "toy"
 _LEGACY_LACKS = "legacy peers move the cache with Mooncake alone: start this side with --legacy-transport mooncake"
+API_KEY = "PDPLANE_API_KEY"
+"""The variable of the environment that holds a key, so that no list of processes shows it."""
 
 
 _SCHEMES = sorted(TRANSPORTS.keys() - {LOOPBACK})
@@ -39,6 +42,8 @@ class DaemonOptions:
     log_level: str
     log_json: bool
     blas: str
+    tls: Tls | None
+    api_key: str | None
 
 
 def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> argparse._ArgumentGroup:
@@ -114,6 +119,10 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
         help="file with the secret by which all daemons encrypt control and know each other (default: no secret)",
     )
     add_insecure_flag(peers, "--secret-file")
+    add_tls_flags(parser.add_argument_group("encryption"), ca=True)
+    peers.add_argument(
+        "--api-key", metavar="KEY", help=f"key that HTTP clients must send (default: ${API_KEY}, else none)"
+    )
     _add_legacy_flags(parser.add_argument_group("peers of the older generation"))
     peers.add_argument(
         "--bootstrap-timeout",
@@ -171,6 +180,40 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
         "--exit-with-parent", action="store_true", help="end when standard input, a pipe from the parent, ends"
     )
     add_log_flags(limits)
+
+
+def add_tls_flags(group: argparse._ActionsContainer, *, ca: bool) -> None:
+    """Add the files of TLS: a certificate and its key for HTTPS, and with `ca` the CA of the daemons."""
+    group.add_argument(
+        "--tls-cert", metavar="FILE", help="certificate chain with which HTTPS is served (default: HTTP)"
+    )
+    group.add_argument("--tls-key", metavar="FILE", help="key of the certificate, not encrypted (default: none)")
+    if ca:
+        group.add_argument(
+            "--tls-ca",
+            metavar="FILE",
+            help="CA of the daemons alone: the cache travels over TLS, and both sides must show a certificate of it "
+            "(default: not encrypted)",
+        )
+
+
+def tls_files(args: argparse.Namespace) -> Tls | None:
+    """Return the files of TLS, None without any. Raises ConfigError for files that cannot be used."""
+    ca = getattr(args, "tls_ca", None)
+    if bool(args.tls_cert) != bool(args.tls_key) or (ca and not args.tls_cert):
+        raise ConfigError("TLS needs --tls-cert and --tls-key together, and --tls-ca needs both")
+    if not args.tls_cert:
+        return None
+    tls = Tls(args.tls_cert, args.tls_key, ca)
+    tls.api()
+    if ca:
+        tls.member(server_side=True)
+    return tls
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """Return the key that HTTP clients must send."""
+    return args.api_key or os.environ.get(API_KEY) or None
 
 
 def add_insecure_flag(group: argparse._ActionsContainer, secret: str) -> None:
@@ -317,6 +360,8 @@ def daemon_options(args: argparse.Namespace) -> DaemonOptions:
         log_level=args.log_level,
         log_json=args.log_json,
         blas=args.blas,
+        tls=tls_files(args),
+        api_key=api_key(args),
     )
 
 
@@ -332,6 +377,7 @@ def plane_fields(args: argparse.Namespace) -> dict[str, Any]:
         streams=args.streams,
         socket_buffer_bytes=args.socket_buffer,
         checksum=args.checksum or "",
+        tls=tls if (tls := tls_files(args)) is not None and tls.ca is not None else None,
         mooncake_protocol=args.mooncake_protocol,
         mooncake_device=args.mooncake_device,
     )

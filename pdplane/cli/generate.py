@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ import attrs
 from yarl import URL
 
 from pdplane.cli.experts import add_expert_flags
-from pdplane.cli.flags import add_blas_flag
+from pdplane.cli.flags import API_KEY, add_blas_flag
 from pdplane.control.lookup import reason_in
 from pdplane.errors import ConfigError, PdplaneError
 from pdplane.ids import Room, new_room
@@ -122,7 +123,9 @@ class Printer:
 
 async def ask(wanted: Wanted, printer: Printer) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(total=wanted.timeout_s, connect=_CONNECT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    key = os.environ.get(API_KEY)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
         body = {**wanted.prompt, **await _bootstrap(session, wanted), "bootstrap_room": wanted.room}
         if wanted.max_tokens is not None:
             body["max_tokens"] = wanted.max_tokens

@@ -14,10 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
+import aiohttp
+
 from pdplane.cli.children import Child, ChildFailed
-from pdplane.cli.flags import add_insecure_flag, add_model_flags, check_public
+from pdplane.cli.flags import (
+    API_KEY,
+    add_insecure_flag,
+    add_model_flags,
+    add_tls_flags,
+    api_key,
+    check_public,
+    tls_files,
+)
 from pdplane.cli.log import LEVELS
 from pdplane.cli.process import END_S, StopSignal, exit_with_parent
 from pdplane.control.http_thread import HttpThread
@@ -75,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key", metavar="KEY", help="key that clients must send (default: $PDPLANE_API_KEY, else none)"
     )
     add_insecure_flag(serve, "--api-key")
+    add_tls_flags(serve, ca=False)
     serve.add_argument(
         "--prompt-cache-bytes",
         type=size_or_nothing,
@@ -187,6 +199,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("name a --model to start a pair of daemons, or running ones by --prefill and --decode")
     options = _pair_options(args)
     check_public(args.host, "--api-key", has_secret=options.api_key is not None, insecure=args.insecure)
+    tls = tls_files(args)
+    if options.api_key is not None:
+        os.environ[API_KEY] = options.api_key  # the daemons that are started here ask for it too
     stop, http = StopSignal(args.drain_timeout + END_S), HttpThread()
     with stop.listening():
         if args.exit_with_parent:
@@ -195,12 +210,22 @@ def run(args: argparse.Namespace) -> int:
         try:
             members, keepers = _members(args, http)
             # Before the daemons load their model: a busy port shows at once, and /health answers 503 meanwhile.
-            endpoint = http.serve(pair_app(members, options, http.session), args.host, args.port)
+            endpoint = http.serve(
+                pair_app(members, options, partial(_session, http, options.api_key)), args.host, args.port, tls
+            )
             with _running(keepers):
                 return _serve(endpoint, members, keepers, stop)
         finally:
             stop.ends()
             http.close()
+
+
+def _session(http: HttpThread, key: str | None) -> aiohttp.ClientSession:
+    """Return the session that asks the daemons, which know the key that we ask of clients."""
+    session = http.session()
+    if key is not None:
+        session.headers["Authorization"] = f"Bearer {key}"
+    return session
 
 
 def _pair_options(args: argparse.Namespace) -> PairOptions:
@@ -209,7 +234,7 @@ def _pair_options(args: argparse.Namespace) -> PairOptions:
         "max_tokens": args.max_tokens,
     }  # fmt: skip
     return PairOptions(
-        api_key=args.api_key or os.environ.get("PDPLANE_API_KEY") or None,
+        api_key=api_key(args),
         allowed_origins=args.allowed_origins,
         max_requests=args.max_requests,
         defaults=defaults,

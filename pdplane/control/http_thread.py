@@ -7,6 +7,7 @@ import errno
 import logging
 import math
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from pdplane.control.http_connections import ConnectionBounds, HttpConnections, 
 from pdplane.errors import InternalError, LocalProtocolError
 from pdplane.ids import Endpoint
 from pdplane.net import IDLE_TURN_S, Pulse, listen
+from pdplane.security import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ T = TypeVar("T")
 _GRACE_S = 0.25  # time that running requests have when the server closes, before they are cancelled
 _BACKLOG = 512
 _LOG_INTERVAL_S = 30.0
+_HANDSHAKE_S = 10.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -122,13 +125,13 @@ class HttpThread:
                 raise LocalProtocolError(f"{self._name} is not running")
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def serve(self, app: web.Application, host: str, port: int) -> Endpoint:
-        """Serve an application and return where it listens; port 0 takes a free one.
+    def serve(self, app: web.Application, host: str, port: int, tls: Tls | None = None) -> Endpoint:
+        """Serve an application, with `tls` over HTTPS, and return where it listens; port 0 takes a free one.
 
         Blocks, so not for the loop's thread. A request whose client went away is cancelled. Raises ConfigError, which
         names the address, when it cannot be bound.
         """
-        return self.run(self._serve(app, host, port)).result()
+        return self.run(self._serve(app, host, port, tls)).result()
 
     def session(self) -> aiohttp.ClientSession:
         """Return the one client session; for coroutines on this loop only."""
@@ -150,7 +153,8 @@ class HttpThread:
         if thread.is_alive():
             raise InternalError(f"{self._name} did not end within {timeout_s:g} s")
 
-    async def _serve(self, app: web.Application, host: str, port: int) -> Endpoint:
+    async def _serve(self, app: web.Application, host: str, port: int, tls: Tls | None) -> Endpoint:
+        context = None if tls is None else tls.api()
         # Listening here makes the loser of a race for a port get the same error as a latecomer; a name may take a
         # while, so not on the loop's thread.
         listener = await asyncio.get_running_loop().run_in_executor(None, listen, Endpoint(host, port))
@@ -164,7 +168,9 @@ class HttpThread:
         connections.open(runner.server)
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._failed)
-        self._servers.append(await loop.create_server(connections, sock=listener, backlog=_BACKLOG))
+        self._servers.append(
+            await loop.create_server(connections, sock=listener, backlog=_BACKLOG, **_handshake(context))
+        )
         self._connections.append(connections)
         self._runners.append(runner)
         self._listeners.append(listener)
@@ -208,6 +214,10 @@ def _run(loop: asyncio.AbstractEventLoop, name: str) -> None:
         executor.shutdown(wait=False, cancel_futures=True)
         asyncio.set_event_loop(None)
         loop.close()
+
+
+def _handshake(context: ssl.SSLContext | None) -> dict[str, Any]:
+    return {} if context is None else {"ssl": context, "ssl_handshake_timeout": _HANDSHAKE_S, "ssl_shutdown_timeout": 1}
 
 
 async def _let_the_loop_turn() -> None:

@@ -79,6 +79,8 @@ class PlaneConfig:
             raise ConfigError(
                 f"host {self.host} is every interface: say which address peers can reach (advertise_host)"
             )
+        if self.transport_options.tls is not None and is_one_sided(self.transport):
+            raise ConfigError(f"transport {self.transport} cannot be encrypted: leave TLS out, or take tcp or auto")
         if self.legacy and (obstacle := self._unreachable):
             raise ConfigError(f"no legacy peers: {obstacle}")
 
@@ -101,6 +103,8 @@ class PlaneConfig:
         """Why the legacy channel stays closed unless it is asked for; None without such a reason."""
         if self.secret is not None:
             return "they cannot prove that they know the secret"
+        if self.transport_options.tls is not None:
+            return "they cannot encrypt"
         return self._unreachable
 
     @property

@@ -6,12 +6,13 @@ statuses that gateways pass on unchanged are used: they turn 409, 429 and 504 in
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from pdplane.errors import Cause, PdplaneError
 from pdplane.serving.fields import BadField
@@ -37,6 +38,7 @@ STATUSES: Mapping[Cause, int] = {
 }
 _TYPES = {
     400: "invalid_request_error",
+    401: "invalid_api_key",
     404: "not_found_error",
     405: "method_not_allowed",
     413: "request_too_large",
@@ -86,6 +88,31 @@ def _answer(status: int, body: dict[str, Any]) -> web.Response:
     answer = web.json_response(body, status=status, headers=headers)
     answer.enable_chunked_encoding()  # gateways lengthen the body and would keep a length that we set
     return answer
+
+
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/livez"})
+"""What load balancers and supervisors ask for, who have no key."""
+WRONG_KEY = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+
+
+def has_key(request: web.Request, key: str) -> bool:
+    """Return whether a request carries the key, in the same time whatever it carries."""
+    given = request.headers.get("Authorization", "")
+    return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {key}".encode())
+
+
+def key_needed(key: str) -> Middleware:
+    """Return what refuses requests without the key, but for the paths that anybody may ask."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in OPEN_PATHS or has_key(request, key):
+            return await handler(request)
+        answer = refuse(401, WRONG_KEY)
+        answer.headers["WWW-Authenticate"] = "Bearer"
+        return answer
+
+    return guard
 
 
 @web.middleware

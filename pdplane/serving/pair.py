@@ -7,7 +7,6 @@ through unchanged. When a half fails its reason goes to the client, and closing 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from pdplane.errors import PdplaneError
 from pdplane.ids import Endpoint, new_room
-from pdplane.serving.errors import body_of, error_body, status_of
+from pdplane.serving.errors import WRONG_KEY, body_of, error_body, has_key, status_of
 from pdplane.serving.fields import parse
 from pdplane.serving.members import Member, Members, Role
 from pdplane.serving.reading import DEFAULT_BODY, GoOn, Readers, take_body
@@ -124,9 +123,8 @@ class _PairRoutes:
         key = self._options.api_key
         if key is None or request.path in _OPEN_PATHS:
             return
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {key}".encode()):
-            raise Denied.of(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
+        if not has_key(request, key):
+            raise Denied.of(401, WRONG_KEY)
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add the origin of a page that may read a response."""

@@ -6,8 +6,10 @@ import json
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,7 @@ from prometheus_client.samples import Sample
 
 from pdplane.ids import Endpoint
 from pdplane.toy.model import ToyOptions, toy_answer
+from tests.certificates import member
 from tests.cli.daemons import PATIENCE_S, Daemon, command
 from tests.cli.sleeping_prefill import SLEEP
 from tests.http_client import ask
@@ -206,6 +209,29 @@ def test_a_secret_pairs_only_those_who_share_it(tmp_path: Path) -> None:
         refused = generate(prefill.url, stranger.url, "--max-tokens", "4", "hi")
         assert refused.returncode == 1
         assert "does not prove that it knows our secret" in refused.stderr
+
+
+def test_daemons_talk_tls_and_ask_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tls = member()
+    files = ("--tls-cert", str(tls.cert), "--tls-key", str(tls.key), "--tls-ca", str(tls.ca), "--transport", "tcp")
+    with Daemon("prefill", *files, "--api-key", "k") as prefill, Daemon("decode", *files, "--api-key", "k") as decode:
+        urls = [f"https://{daemon.ready['http']}" for daemon in (prefill, decode)]
+        refused = generate(*urls, "--max-tokens", "4", "hi")
+        assert "certificate verify failed" in refused.stderr
+        monkeypatch.setenv("SSL_CERT_FILE", str(tls.ca))
+        assert "API key is missing" in generate(*urls, "--max-tokens", "4", "hi").stderr
+        monkeypatch.setenv("PDPLANE_API_KEY", "k")
+        told = generate(*urls, "--max-tokens", "4", "hi")
+        assert told.stdout == expected("hi", 4) + "\n", told.stderr
+        context = ssl.create_default_context(cafile=tls.ca)
+        statistics = urllib.request.Request(f"{urls[1]}/statistics", headers={"Authorization": "Bearer k"})
+        with urllib.request.urlopen(statistics, context=context, timeout=PATIENCE_S) as answer:
+            assert json.load(answer)["receiver"]["ways"] == {"tls": 1}
+        with urllib.request.urlopen(f"{urls[1]}/health", context=context, timeout=PATIENCE_S) as answer:
+            assert answer.status == 200, "nobody needs a key for it"
+        with socket.create_connection((decode.http.host, decode.http.port), PATIENCE_S) as plain:
+            plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200" not in plain.recv(4096)
 
 
 def _legs(daemon: Daemon) -> int:

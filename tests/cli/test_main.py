@@ -57,6 +57,9 @@ def test_wrong_usage_is_explained(words: list[str], says: str, capsys: pytest.Ca
 WRONG_SETTINGS = [
     (["--host", ""], "--host is empty"),
     (["--host", "0.0.0.0", "--insecure"], "every interface"),
+    (["--tls-cert", "c.pem"], "--tls-cert and --tls-key together"),
+    (["--tls-ca", "ca.pem"], "--tls-ca needs both"),
+    (["--tls-cert", "c.pem", "--tls-key", "k.pem"], "cannot use c.pem with the key k.pem"),
     (["--host", "0.0.0.0"], "give --secret-file, or --insecure"),
     (["--host", "203.0.113.1"], "give --secret-file, or --insecure"),
     (["--bootstrap-timeout", "0.5"], "bootstrap_timeout_s"),

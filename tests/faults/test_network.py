@@ -107,8 +107,8 @@ def is_right(told: subprocess.CompletedProcess[str], prompt: str = PROMPT, token
 def test_a_link_with_delay_and_loss_costs_time_and_nothing_else(hosts: TwoHosts) -> None:
     hosts.now(delay=0.02, loss=0.02)
     with (
-        Daemon("prefill", "--host", "10.77.0.1", before=at(HERE)) as prefill,
-        Daemon("decode", "--host", "10.77.0.2", before=at(THERE)) as decode,
+        Daemon("prefill", "--host", "10.77.0.1", "--insecure", before=at(HERE)) as prefill,
+        Daemon("decode", "--host", "10.77.0.2", "--insecure", before=at(THERE)) as decode,
     ):
         assert all(is_right(ask(prefill.url, decode, PROMPT * times), PROMPT * times) for times in (1, 12, 3))
 
@@ -116,8 +116,8 @@ def test_a_link_with_delay_and_loss_costs_time_and_nothing_else(hosts: TwoHosts)
 def test_hosts_with_ipv6_only() -> None:
     with (
         TwoHosts("fd00:77::1", "fd00:77::2", 64),
-        Daemon("prefill", "--host", "fd00:77::1", before=at(HERE)) as prefill,
-        Daemon("decode", "--host", "fd00:77::2", before=at(THERE)) as decode,
+        Daemon("prefill", "--host", "fd00:77::1", "--insecure", before=at(HERE)) as prefill,
+        Daemon("decode", "--host", "fd00:77::2", "--insecure", before=at(THERE)) as decode,
     ):
         assert "[fd00:77::1]" in prefill.url
         assert is_right(ask(prefill.url, decode))
@@ -126,10 +126,10 @@ def test_hosts_with_ipv6_only() -> None:
 def test_a_prefill_behind_nat_is_reached_at_the_address_that_it_advertises(hosts: TwoHosts) -> None:
     hosts.now(nat=["192.0.2.10", "10.77.0.1"])
     ip("-n", THERE, "route", "add", "192.0.2.0/24", "dev", "pd0")
-    flags = ("--host", "10.77.0.1", "--advertise-host", "192.0.2.10")
+    flags = ("--host", "10.77.0.1", "--insecure", "--advertise-host", "192.0.2.10")
     with (
         Daemon("prefill", *flags, before=at(HERE)) as prefill,
-        Daemon("decode", "--host", "10.77.0.2", before=at(THERE)) as decode,
+        Daemon("decode", "--host", "10.77.0.2", "--insecure", before=at(THERE)) as decode,
     ):
         outside = prefill.url.replace("10.77.0.1", "192.0.2.10")
         assert prefill.ready["bootstrap"].startswith("192.0.2.10:")
@@ -141,8 +141,8 @@ def test_a_partition_in_the_middle_of_a_push_ends_the_room_and_nothing_else(host
     long = PROMPT * 12  # 165,888 bytes of cache
     hosts.now(delay=0.005, rate=12_000)
     with (
-        Daemon("prefill", "--host", "10.77.0.1", before=at(HERE)) as prefill,
-        Daemon("decode", "--host", "10.77.0.2", before=at(THERE)) as decode,
+        Daemon("prefill", "--host", "10.77.0.1", "--insecure", before=at(HERE)) as prefill,
+        Daemon("decode", "--host", "10.77.0.2", "--insecure", before=at(THERE)) as decode,
     ):
         assert is_right(ask(prefill.url, decode))
         words = [*at(THERE), sys.executable, "-m", "pdplane.cli.main", "generate", "--prefill", prefill.url]
