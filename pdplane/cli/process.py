@@ -25,7 +25,7 @@ _HUNG = 1
 END_S = 5.0
 """How long an end may take after the requests that run had their time."""
 _LAST_WORDS_S = 0.5
-_KERNEL_S = 1.0
+_KERNEL_S = 3.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -72,9 +72,11 @@ class TlsSocket(DataSocket):
             except _WANTS as wants:
                 self._wait_for(wants, deadline_s)
                 continue
+            except ssl.SSLEOFError:
+                count = 0
             self.check()
             if not count:
-                raise ConnectionResetError(ENDED)
+                raise ConnectionResetError(f"{ENDED}; it may not know the CA of our certificate")
             view = view[count:]
             if len(view) and time.monotonic() > deadline_s:
                 raise TimeoutError("the peer stalled")
