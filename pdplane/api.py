@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import attrs
 
-from pdplane.errors import ConfigError
+from pdplane.errors import ConfigError, Why
 from pdplane.ids import Endpoint, GroupId, Room
 from pdplane.kv.arena import Arena
 from pdplane.kv.layout import U64, Layout
@@ -239,14 +239,23 @@ class PrefillService(Node, Protocol):
     """The prefill daemon."""
 
     def prefill(self, request: PrefillRequest) -> PrefillHandle:
-        """Begin a prefill leg; never blocks."""
+        """Begin a prefill leg; never blocks. What it refuses decode hears of."""
+
+    def refuse(self, request: PrefillRequest, why: Why) -> None:
+        """Tell decode that this half will not be served; never blocks."""
 
 
 class DecodeService(Node, Protocol):
     """The decode daemon."""
 
     def decode(self, request: DecodeRequest, on_token: Callable[[Token], None]) -> DecodeHandle:
-        """Begin a decode leg; never blocks. `on_token` is called in order from one thread at a time."""
+        """Begin a decode leg; never blocks. What it refuses prefill hears of.
+
+        `on_token` is called in order from one thread at a time.
+        """
+
+    def refuse(self, request: DecodeRequest, why: Why) -> None:
+        """Tell prefill that this half will not be served; never blocks."""
 
 
 # What a node needs of an engine ---------------------------------------------------------------------------------

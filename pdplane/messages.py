@@ -173,6 +173,16 @@ class Window:
 
 
 @attrs.frozen
+class Queued:
+    """Decode has its half of a room, which stands in line for blocks: prefill's half waits longer than for silence."""
+
+    room: Room
+    session: SessionId
+    generation: Generation
+    prompt_hash: str
+
+
+@attrs.frozen
 class UnknownSession:
     """A prefill rank got a room of a session that it does not know: register again and send the room again."""
 
@@ -263,4 +273,4 @@ def hash_prompt(tokens: Iterable[int]) -> str:
     return hashlib.sha256(ids.tobytes()).hexdigest()[:32]
 
 
-Notice: TypeAlias = Hello | Registered | Refused | Window | UnknownSession | Failed | Cancel | Ping | Drain
+Notice: TypeAlias = Hello | Registered | Refused | Window | Queued | UnknownSession | Failed | Cancel | Ping | Drain

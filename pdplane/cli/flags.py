@@ -125,11 +125,20 @@ def add_daemon_flags(parser: argparse.ArgumentParser, *, http_port: int) -> None
     )
     _add_legacy_flags(parser.add_argument_group("peers of the older generation"))
     peers.add_argument(
+        "--peer-timeout",
+        type=duration,
+        default="10s",
+        metavar="TIME",
+        help="longest wait for the first word of a request's other half; not longer than --bootstrap-timeout "
+        "(default: %(default)s)",
+    )
+    peers.add_argument(
         "--bootstrap-timeout",
         type=duration,
         default="120s",
         metavar="TIME",
-        help="longest wait for the peer's half of a request (default: %(default)s)",
+        help="longest wait for a peer of the older generation, and for the other ranks after the first "
+        "(default: %(default)s)",
     )
     peers.add_argument(
         "--waiting-timeout",
@@ -385,6 +394,7 @@ def plane_fields(args: argparse.Namespace) -> dict[str, Any]:
         "host": args.host,
         "advertise_host": args.advertise_host,
         "secret": Secret.from_file(args.secret_file) if args.secret_file else None,
+        "peer_timeout_s": args.peer_timeout,
         "bootstrap_timeout_s": args.bootstrap_timeout,
         "waiting_timeout_s": args.waiting_timeout,
         "ping_interval_s": args.ping_interval,

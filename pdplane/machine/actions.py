@@ -22,12 +22,15 @@ from pdplane.messages import Notice, Push, Registration, Status, TopLogprobs
 class PrefillSettings:
     """Settings of a prefill rank's machine.
 
-    `reoffer_s`: how long a request waits for another offer when decode gave the use up just before it came.
+    `peer_timeout_s`: how long a half waits for the first word of the other one. `bootstrap_timeout_s`: how long a
+    request waits for the other decode ranks after the first, and for peers that cannot say that they stand in line.
+    `reoffer_s`: how long it waits for another offer when decode gave the use up just before it came.
     """
 
     prefill_rank: int = 0
     tp_size: int = 1
     exact: bool = False
+    peer_timeout_s: float = 120.0
     bootstrap_timeout_s: float = 120.0
     waiting_timeout_s: float = 300.0
     ping_interval_s: float = 2.0
@@ -43,13 +46,14 @@ class PrefillSettings:
 class DecodeSettings:
     """Settings of a decode rank's machine.
 
+    `peer_timeout_s`: how long a room waits until its prefill has registered us.
     `one_sided`: the transport writes past the fence and reports nothing; that of legacy ranks always does.
     """
 
     tp_size: int = 1
     tp_rank: int = 0
     version: str = ""
-    bootstrap_timeout_s: float = 120.0
+    peer_timeout_s: float = 120.0
     waiting_timeout_s: float = 300.0
     ping_interval_s: float = 2.0
     ping_misses: int = 3

@@ -31,6 +31,13 @@ class Closing:
 
 
 @attrs.frozen
+class Draining:
+    """This prefill rank takes no new rooms; those that it has go on."""
+
+    text: str
+
+
+@attrs.frozen
 class RoomCancelled:
     """The caller on this side cancelled the room."""
 
@@ -159,6 +166,7 @@ class RoomFinished:
 
 PrefillEvent: TypeAlias = (
     Tick
+    | Draining
     | Closing
     | RoomCancelled
     | NoticeReceived
@@ -207,13 +215,25 @@ class PeerRank:
 
 @attrs.frozen
 class DecodeRequested:
-    """A caller has blocks for a room, which the prefill behind `bootstrap` is to fill."""
+    """A caller wants a room filled by the prefill behind `bootstrap`.
+
+    The manifest names its blocks; None when it stands in line for them, and then a BlocksGiven follows.
+    """
 
     room: Room
     ticket: int
     bootstrap: Endpoint
-    manifest: Manifest
+    manifest: Manifest | None
     prompt_hash: str
+
+
+@attrs.frozen
+class BlocksGiven:
+    """A caller that stood in line has its blocks."""
+
+    room: Room
+    ticket: int
+    manifest: Manifest
 
 
 @attrs.frozen
@@ -278,6 +298,7 @@ DecodeEvent: TypeAlias = (
     | Closing
     | RoomCancelled
     | DecodeRequested
+    | BlocksGiven
     | DecodeDeclined
     | PeerFound
     | PeerMissing

@@ -17,7 +17,7 @@ import attrs
 from pdplane.errors import Cause, LocalProtocolError, PdplaneError, RoomFailed, Why, WireError
 from pdplane.ids import Generation, Life, Room, SessionId
 from pdplane.kv.layout import Layout
-from pdplane.kv.manifest import Manifest, validate_manifest
+from pdplane.kv.manifest import validate_manifest
 from pdplane.machine import events
 from pdplane.machine.actions import (
     Fail,
@@ -31,10 +31,10 @@ from pdplane.machine.actions import (
     Turn,
     WakeAt,
 )
-from pdplane.machine.peers import DecodePeer, Session, Sessions
 from pdplane.machine.prefill_rooms import TOO_MANY, PrefillRooms, PrefillUse, RankOffer
+from pdplane.machine.sessions import DecodePeer, Sessions
 from pdplane.machine.uses import Known, PrefillMove, PrefillState, RankUse, Standing, standing
-from pdplane.messages import Cancel, Drain, Fingerprint, Hello, Ping, UnknownSession, Window
+from pdplane.messages import Cancel, Drain, Fingerprint, Hello, Ping, Queued, UnknownSession, Window
 
 
 @attrs.frozen
@@ -58,6 +58,7 @@ class PrefillMachine:
         self._sessions = Sessions(settings, layout, life, fingerprint, self._rejected, self._timers)
         self._rooms = PrefillRooms(settings, self._sessions, self._timers)
         self._closing: Why | None = None
+        self._draining: Why | None = None
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[PrefillAction]:
         """Return the actions that one event causes, the next wake-up last."""
@@ -108,6 +109,8 @@ class PrefillMachine:
                 self._sessions.hello(turn, peer, hello)
             case Window() as window:
                 peer.window = window
+            case Queued() as queued:
+                self._queued(turn, peer, queued)
             case Cancel() as cancel:
                 self._cancelled_by_decode(turn, peer, cancel)
             case Ping():
@@ -142,7 +145,7 @@ class PrefillMachine:
         window = self._sessions.announced(event.identity, event.room)
         session = self._sessions.owner(event.identity, event.session)
         if session is None:
-            self._unknown_session(turn, event)
+            self._unknown_session(turn, event.identity, event.room, event.session)
             return
         generation, prompt_hash = (window.generation, window.prompt_hash) if window else (Generation(0), "")
         self._offered(turn, event.room, RankOffer(session, generation, event.manifest, prompt_hash))
@@ -160,6 +163,14 @@ class PrefillMachine:
         self._unusable(turn, event.room, RankOffer(session, generation, None, prompt_hash), event.reason)
 
     # ---- what callers and transports say
+
+    @_on.register
+    def _(self, event: events.Draining, turn: PrefillTurn) -> None:
+        self._draining = Why(Cause.CLOSING, event.text)
+        self._sessions.tell_all(turn, Drain(event.text))
+        for room in self._rooms:
+            if room.state is PrefillState.EARLY:  # its request will be refused
+                self._rooms.break_(turn, room, self._draining)
 
     @_on.register
     def _(self, event: events.Closing, turn: PrefillTurn) -> None:
@@ -237,17 +248,25 @@ class PrefillMachine:
         room, known = self._rooms.get(number), self._rooms.known(number, turn.now)
         fits = room is None or room.prompt_conflict(offer) is None
         found = standing(known, offer.part, fits=fits)
-        if found is Standing.OVER or (room is not None and room.offers.get(offer.session.id) == offer):
+        if found is Standing.OVER or (room is not None and room.has(offer)):
             self._rejected["late"] += 1
             if room is None and known.stone is not None and known.stone.why:  # it may have missed the end
                 self._tell(turn, number, offer, known.stone.why)
             return
         try:
-            _validate(offer.manifest, offer.session)
+            _validate(offer)
         except WireError as wrong:
             self._unusable(turn, number, offer, str(wrong))
             return
         self._judged(turn, number, offer, known, found)
+
+    def _queued(self, turn: PrefillTurn, peer: DecodePeer, queued: Queued) -> None:
+        """Take a decode rank's word that it stands in line for a room's blocks: an offer without them."""
+        session = self._sessions.owner(peer.identity, queued.session)
+        if session is None:
+            self._unknown_session(turn, peer.identity, queued.room, queued.session)
+            return
+        self._offered(turn, queued.room, RankOffer(session, queued.generation, None, queued.prompt_hash, queued=True))
 
     def _judged(self, turn: PrefillTurn, number: Room, offer: RankOffer, known: Known, found: Standing) -> None:
         """Take a sound offer, or tell why not."""
@@ -285,7 +304,7 @@ class PrefillMachine:
             return room.place_conflict(offer) if room.takes_offers else Why(Cause.LIVE, "the room is live")
         if found in (Standing.UNCLEAR, Standing.LATE):
             return (known.stone and known.stone.why) or Why(Cause.LIVE, "the room has just ended")
-        return self._closing or (TOO_MANY if self._rooms.is_full else None)
+        return self._closing or self._draining or (TOO_MANY if self._rooms.is_full else None)
 
     def _unusable(self, turn: PrefillTurn, number: Room, offer: RankOffer, reason: str) -> None:
         """End a registered decode rank's part in a room, since its offer can never be written to."""
@@ -305,13 +324,12 @@ class PrefillMachine:
         elif room.state is PrefillState.OPENED and room.is_complete:
             self._rooms.move(turn, room, PrefillMove.COMPLETED)
 
-    def _unknown_session(self, turn: PrefillTurn, event: events.PreallocationReceived) -> None:
+    def _unknown_session(self, turn: PrefillTurn, identity: bytes, room: Room, session: SessionId) -> None:
         self._rejected["unknown_session"] += 1
-        if self._sessions.is_native(event.identity):
-            turn.add(Send(event.identity, UnknownSession(event.room, event.session)))
+        if self._sessions.is_native(identity):
+            turn.add(Send(identity, UnknownSession(room, session)))
         else:
-            unknown = Why(Cause.PEER_LOST, "unknown session")
-            self._rooms.tell_failed(turn, event.identity, event.room, Generation(0), unknown)
+            self._rooms.tell_failed(turn, identity, room, Generation(0), Why(Cause.PEER_LOST, "unknown session"))
 
     def _cancelled_by_decode(self, turn: PrefillTurn, peer: DecodePeer, cancel: Cancel) -> None:
         """End the use that the decode rank offered or only announced.
@@ -323,10 +341,10 @@ class PrefillMachine:
         if room is not None and room.takes_part(peer.identity, cancel.generation):
             self._rooms.break_(turn, room, why)
             return
-        session = self._sessions.owner(peer.identity, peer.session) if peer.session else None
+        part = self._sessions.part_of(peer)
         prompt_hash = peer.window.prompt_hash if peer.window and peer.window.names(number, cancel.generation) else ""
-        if session is not None and prompt_hash and (room is None or room.asks_for(prompt_hash)):
-            use = RankUse((session.id, session.life), cancel.generation)
+        if part is not None and prompt_hash and (room is None or room.asks_for(prompt_hash)):
+            use = RankUse(part, cancel.generation)
             if room is None:
                 self._rooms.withdraw(turn, number, use, prompt_hash, why)
             else:
@@ -335,11 +353,13 @@ class PrefillMachine:
             self._rejected["late"] += 1
 
 
-def _validate(manifest: Manifest | None, session: Session) -> None:
-    if (manifest is None) != session.route.dummy:
+def _validate(offer: RankOffer) -> None:
+    if offer.queued:
+        return  # its blocks come later
+    if (offer.manifest is None) != offer.session.route.dummy:
         raise WireError("manifest", "CachePD manifest presence does not match the registration")
-    if manifest is not None:
-        validate_manifest(manifest, session.layout)
+    if offer.manifest is not None:
+        validate_manifest(offer.manifest, offer.session.layout)
 
 
 # As `self._on` calls it, without the wrapper that `singledispatchmethod` makes for each call.

@@ -26,7 +26,7 @@ from pdplane.machine.actions import (
     Succeed,
 )
 from pdplane.machine.events import PrefillRequested, RoomFinished
-from pdplane.machine.peers import Session, Sessions
+from pdplane.machine.sessions import Session, Sessions
 from pdplane.machine.uses import (
     PREFILL_TABLE,
     TOMBSTONES,
@@ -47,12 +47,16 @@ from pdplane.messages import Failed, Push, Status, StatusCode, Window, is_legacy
 
 @attrs.frozen
 class RankOffer:
-    """One decode rank's pre-allocation; the manifest is None when that rank gets no bytes."""
+    """One decode rank's pre-allocation; the manifest is None when that rank gets no bytes.
+
+    `queued`: it stands in line for its blocks, and the pre-allocation comes later.
+    """
 
     session: Session
     generation: Generation
     manifest: Manifest | None
     prompt_hash: str
+    queued: bool = False
 
     @property
     def part(self) -> RankUse:
@@ -75,6 +79,7 @@ class PrefillUse:
     request: PrefillRequested | None = None
     finish: RoomFinished | None = None
     offers: dict[SessionId, RankOffer] = attrs.field(factory=dict)
+    queued: dict[SessionId, RankOffer] = attrs.field(factory=dict)  # of decode ranks whose offers will follow
     declined: list[RankUse] = attrs.field(factory=list)  # uses of decode ranks that gave them up
     pushes: set[int] = attrs.field(factory=set)
     why: Why | None = None
@@ -91,9 +96,27 @@ class PrefillUse:
     def takes_offers(self) -> bool:
         return self.state in (PrefillState.EARLY, PrefillState.OPENED)
 
+    @property
+    def heard(self) -> list[RankOffer]:
+        """What decode ranks have said of it: their offers, and that they stand in line."""
+        return [*self.offers.values(), *self.queued.values()]
+
+    def has(self, offer: RankOffer) -> bool:
+        """Return whether it has exactly this word."""
+        return (self.queued if offer.queued else self.offers).get(offer.session.id) == offer
+
+    def take(self, offer: RankOffer) -> PrefillMove:
+        """Add a decode rank's word."""
+        if offer.queued:
+            self.queued[offer.session.id] = offer
+            return PrefillMove.QUEUED
+        self.queued.pop(offer.session.id, None)
+        self.offers[offer.session.id] = offer
+        return PrefillMove.OFFERED
+
     def takes_part(self, identity: bytes, generation: Generation) -> bool:
-        """Return whether the room has this connection's offer of this generation."""
-        return any(o.session.identity == identity and o.generation == generation for o in self.offers.values())
+        """Return whether the room has this connection's word of this generation."""
+        return any(word.session.identity == identity and word.generation == generation for word in self.heard)
 
     def asks_for(self, prompt_hash: str) -> bool:
         """Return whether its request is of this prompt and waits for offers."""
@@ -101,8 +124,10 @@ class PrefillUse:
 
     def place_conflict(self, newcomer: RankOffer) -> Why | None:
         """Return why a new offer does not fit the others, or None; a refusal costs the newcomer only."""
-        for offer in self.offers.values():
+        for offer in self.heard:
             ours, theirs = offer.session, newcomer.session
+            if ours is theirs:
+                continue  # it stood in line, and now it has its blocks
             if ours.registration.tp_size != theirs.registration.tp_size:
                 return Why(Cause.REFUSED, "the room has decode ranks of another tp size")
             if ours.route.decode_ranks != theirs.route.decode_ranks:
@@ -122,7 +147,8 @@ class PrefillUse:
 
     def prompt_conflict(self, *newcomers: RankOffer) -> Why | None:
         """Return why the offers and the request cannot be of one prompt; None when they can."""
-        offers = [offer for offer in (*self.offers.values(), *newcomers) if offer.manifest is not None]
+        words = (*self.heard, *newcomers)
+        offers = [word for word in words if word.queued or word.manifest is not None]
         windows = {(o.manifest.prefix_len, o.manifest.prompt_len) for o in offers if o.manifest is not None}
         hashes = {offer.prompt_hash for offer in offers if offer.prompt_hash}
         if len(windows) > 1 or len(hashes) > 1:
@@ -141,7 +167,7 @@ class PrefillUse:
     def withdrawn(self) -> Why | None:
         """Why decode gave this use up before its request came, or None; a new offer revives it."""
         before, request = self.before, self.request
-        if before is None or request is None or self.offers or not before.awaits(request.prompt_hash):
+        if before is None or request is None or self.heard or not before.awaits(request.prompt_hash):
             return None
         return before.why
 
@@ -209,7 +235,7 @@ class PrefillRooms:
         room = self._live.get(number)
         if room is None:
             return Known(stone=self._graveyard.find(number, now))
-        live = {offer.part.peer: offer.generation for offer in room.offers.values()}
+        live = {word.part.peer: word.generation for word in room.heard}
         return Known(live, room.request is not None, room.ended, room.before)
 
     @property
@@ -234,7 +260,7 @@ class PrefillRooms:
         before = self._graveyard.find(number, turn.now)
         ended = self._graveyard.take(number, turn.now)
         room = self._live[number] = PrefillUse(number, turn.now, ended, before)
-        self._timers.set(number, turn.now + self._settings.bootstrap_timeout_s)
+        self._timers.set(number, turn.now + self._settings.peer_timeout_s)
         return room
 
     def evict(self, turn: PrefillTurn) -> None:
@@ -274,11 +300,27 @@ class PrefillRooms:
             self._entered(turn, room)
 
     def offered(self, turn: PrefillTurn, room: PrefillUse, offer: RankOffer) -> None:
-        """Add a decode rank's offer."""
-        if room.withdrawn:  # a new use: it has the usual time
-            self._timers.set(room.room, room.since + self._settings.bootstrap_timeout_s)
-        room.offers[offer.session.id] = offer
-        self.move(turn, room, PrefillMove.OFFERED)
+        """Add a decode rank's offer, or its word that it stands in line."""
+        self.move(turn, room, room.take(offer))
+        if room.state is PrefillState.OPENED:
+            self._timers.set(room.room, turn.now + self._patience(room))
+
+    def _patience(self, room: PrefillUse) -> float:
+        """Return how long an opened room waits, from the last word on, for what is missing still.
+
+        heard of decode                                    waits
+        nothing, but that it gave the last use up          reoffer_s
+        nothing                                            peer_timeout_s
+        nothing, and a registered rank sends no notices    bootstrap_timeout_s, since it may stand in line
+        a rank stands in line                              waiting_timeout_s: its own end, or its loss, comes before
+        some ranks' offers                                 bootstrap_timeout_s
+        """
+        settings = self._settings
+        if room.withdrawn:
+            return min(settings.peer_timeout_s, settings.reoffer_s)
+        if room.queued:
+            return settings.waiting_timeout_s
+        return settings.bootstrap_timeout_s if room.offers or self._sessions.any_mute() else settings.peer_timeout_s
 
     def withdraw(self, turn: PrefillTurn, number: Room, use: RankUse, prompt_hash: str, why: Why) -> None:
         """Remember that a decode rank gave a use up, under a number that no live room has."""
@@ -321,7 +363,7 @@ class PrefillRooms:
             self._graveyard.expire(turn.now)
             self._await_tombstones()
         elif room := self._live.get(number):
-            self.break_(turn, room, _time_over(room, self._settings))
+            self.break_(turn, room, _time_over(room, self._settings, self._patience(room)))
 
     def _remember(self, number: Room, stone: Tombstone) -> None:
         self._graveyard.bury(number, stone)
@@ -335,8 +377,7 @@ class PrefillRooms:
         """Break every room that has an offer of one of these sessions."""
         for session in gone:
             for room in self:
-                offer = room.offers.get(session.id)
-                if offer is not None and offer.session is session:
+                if any(word.session is session for word in room.heard):
                     self.break_(turn, room, Why(Cause.PEER_LOST, f"session {session.id} lost: {text}"))
 
     def tell_failed(self, turn: PrefillTurn, identity: bytes, room: Room, generation: Generation, why: Why) -> None:
@@ -350,10 +391,7 @@ class PrefillRooms:
     def _entered(self, turn: PrefillTurn, room: PrefillUse) -> None:
         match room.state:
             case PrefillState.OPENED:
-                limit = self._settings.bootstrap_timeout_s
-                if room.withdrawn:
-                    limit = min(limit, self._settings.reoffer_s)
-                self._timers.set(room.room, turn.now + limit)
+                self._timers.set(room.room, turn.now + self._patience(room))
             case PrefillState.OFFERED:
                 self._timers.set(room.room, turn.now + self._settings.waiting_timeout_s)
                 self._enter_offered(turn, room)
@@ -373,7 +411,7 @@ class PrefillRooms:
     def _bury(self, turn: PrefillTurn, room: PrefillUse) -> None:
         self._timers.drop(room.room)
         del self._live[room.room]
-        uses = [*(offer.part for offer in room.offers.values()), *room.declined]
+        uses = [*(word.part for word in room.heard), *room.declined]
         gave_up = room.before.members if room.before and room.withdrawn else frozenset()
         stone = Tombstone(
             why=room.why,
@@ -381,7 +419,7 @@ class PrefillRooms:
             requested=room.request is not None,
             ended=merge(room.ended, *uses),
             members=gave_up.union(use.peer for use in uses),
-            prompts=frozenset(offer.prompt_hash for offer in room.offers.values() if offer.prompt_hash),
+            prompts=frozenset(word.prompt_hash for word in room.heard if word.prompt_hash),
         )
         if any(is_legacy(offer.session.identity) for offer in room.offers.values()):
             # Its late messages would look like those of a new use, so none may begin while they can come.
@@ -396,7 +434,7 @@ class PrefillRooms:
 
     def _enter_failing(self, turn: PrefillTurn, room: PrefillUse) -> None:
         why = room.why or Why(Cause.INTERNAL, "unknown")
-        for offer in room.offers.values():
+        for offer in room.heard:
             session = offer.session
             if self._sessions.knows(session.identity):
                 self.tell_failed(turn, session.identity, room.room, offer.generation, why)
@@ -434,10 +472,16 @@ class PrefillRooms:
             turn.add(Release(room.room, room.request.ticket))
 
 
-def _time_over(room: PrefillUse, settings: PrefillSettings) -> Why:
+def _never_offered(room: PrefillUse, waited_s: float) -> Why:
+    if room.queued:
+        return Why(Cause.FULL, f"decode had no blocks for it in {waited_s:g} s")
+    who = "not every decode rank" if room.offers else "no decode rank"
+    return Why(Cause.UNMATCHED, f"{who} offered blocks in {waited_s:g} s")
+
+
+def _time_over(room: PrefillUse, settings: PrefillSettings, waited_s: float) -> Why:
     if room.state is PrefillState.EARLY:
-        return Why(Cause.UNMATCHED, f"no request came for this room in {settings.bootstrap_timeout_s:g} s")
+        return Why(Cause.UNMATCHED, f"no request came for this room in {settings.peer_timeout_s:g} s")
     if room.state is PrefillState.OPENED:
-        text = f"not every decode rank offered blocks in {settings.bootstrap_timeout_s:g} s"
-        return room.withdrawn or Why(Cause.UNMATCHED, text)
+        return room.withdrawn or _never_offered(room, waited_s)
     return Why(Cause.TIMED_OUT, f"not finished in {settings.waiting_timeout_s:g} s")

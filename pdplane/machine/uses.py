@@ -10,8 +10,8 @@ import attrs
 
 from pdplane.errors import LocalProtocolError, Why
 from pdplane.ids import Generation, Life, Rank, Room, SessionId
+from pdplane.kv.manifest import Manifest
 from pdplane.machine.actions import DecodeTimers, DecodeTurn, Release
-from pdplane.machine.events import DecodeRequested
 from pdplane.messages import Status, StatusCode
 
 DecodeLife: TypeAlias = tuple[SessionId, Life]
@@ -204,7 +204,7 @@ class Graveyard:
 class PrefillState(enum.Enum):
     """Where a room stands on a prefill rank."""
 
-    EARLY = "early"  # decode offered blocks, no request came yet
+    EARLY = "early"  # decode offered blocks or stands in line for them, no request came yet
     OPENED = "opened"  # the request is here, not every offer
     OFFERED = "offered"  # every offer is here: compute and push
     FINISHING = "finishing"  # all is pushed, not all of it acknowledged
@@ -217,6 +217,7 @@ class PrefillMove(enum.Enum):
     """What can move it."""
 
     REQUESTED = "requested"
+    QUEUED = "queued"  # a decode rank stands in line for blocks
     OFFERED = "offered"
     COMPLETED = "completed"  # the last expected offer was counted
     PUSHED = "pushed"  # one push ended well
@@ -228,9 +229,11 @@ class PrefillMove(enum.Enum):
 P, PM = PrefillState, PrefillMove
 
 PREFILL_TABLE: Mapping[tuple[PrefillState, PrefillMove], PrefillState] = {
+    (P.EARLY, PM.QUEUED): P.EARLY,
     (P.EARLY, PM.OFFERED): P.EARLY,
     (P.EARLY, PM.REQUESTED): P.OPENED,
     (P.EARLY, PM.BROKEN): P.FAILING,
+    (P.OPENED, PM.QUEUED): P.OPENED,
     (P.OPENED, PM.OFFERED): P.OPENED,
     (P.OPENED, PM.COMPLETED): P.OFFERED,
     (P.OPENED, PM.BROKEN): P.FAILING,
@@ -249,7 +252,8 @@ PREFILL_TABLE: Mapping[tuple[PrefillState, PrefillMove], PrefillState] = {
 class DecodeState(enum.Enum):
     """Where a room stands on a decode rank."""
 
-    RESOLVING = "resolving"  # the prefill is looked up and registered with
+    QUEUED = "queued"  # it stands in line for blocks; the prefill is looked up, registered with and told
+    RESOLVING = "resolving"  # it has blocks; the prefill is looked up and registered with
     WAITING = "waiting"  # blocks are offered and their window is open
     READY = "ready"
     FAILED = "failed"
@@ -258,6 +262,7 @@ class DecodeState(enum.Enum):
 class DecodeMove(enum.Enum):
     """What can move it."""
 
+    FILLED = "filled"  # its place in line got blocks
     JOINED = "joined"  # every prefill rank that we need has registered us
     REPORTED = "reported"  # a status of an expected rank
     LANDED = "landed"  # bytes of an expected rank
@@ -268,6 +273,8 @@ class DecodeMove(enum.Enum):
 D, DM = DecodeState, DecodeMove
 
 DECODE_TABLE: Mapping[tuple[DecodeState, DecodeMove], DecodeState] = {
+    (D.QUEUED, DM.FILLED): D.RESOLVING,
+    (D.QUEUED, DM.BROKEN): D.FAILED,
     (D.RESOLVING, DM.JOINED): D.WAITING,
     (D.RESOLVING, DM.BROKEN): D.FAILED,
     (D.WAITING, DM.REPORTED): D.WAITING,
@@ -318,12 +325,12 @@ class Quarantine:
     def counts(self) -> dict[str, int]:
         return {"rooms": len(self._held), "blocks": sum(held.blocks for held in self._held.values())}
 
-    def hold(self, request: DecodeRequested, writers: Collection[Rank], now: float) -> None:
+    def hold(self, room: Room, ticket: int, manifest: Manifest, writers: Collection[Rank], now: float) -> None:
         """Hold a room's blocks until each of these prefill ranks reports Success or its time is over."""
-        blocks = sum(len(group.block_ids) for group in request.manifest.groups)
+        blocks = sum(len(group.block_ids) for group in manifest.groups)
         until = dict.fromkeys(writers, now + self._timeout_s)
-        self._held[request.room] = _Quarantined(request.ticket, blocks, until)
-        self._timers.set(request.room, now + self._timeout_s)
+        self._held[room] = _Quarantined(ticket, blocks, until)
+        self._timers.set(room, now + self._timeout_s)
 
     def heard(self, turn: DecodeTurn, status: Status) -> bool:
         """Take a rank's status; return whether the room is in quarantine."""

@@ -26,7 +26,6 @@ from pdplane.api import (
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import (
     Cause,
-    ConfigError,
     InternalError,
     LocalProtocolError,
     PdplaneError,
@@ -35,7 +34,8 @@ from pdplane.errors import (
     Why,
 )
 from pdplane.ids import Room
-from pdplane.kv.manifest import build_manifest
+from pdplane.kv.layout import U64
+from pdplane.kv.manifest import Manifest, build_manifest
 from pdplane.machine.actions import Delivered
 from pdplane.messages import Fingerprint, hash_prompt
 from pdplane.node.legs import Blocks, Place, arrow, check_prompt, why_ended
@@ -55,6 +55,7 @@ class DecodeLeg:
     done: Future[Finished] = attrs.field(factory=open_future)
     began: float = attrs.field(factory=time.monotonic)
     timings: dict[str, float] = attrs.field(factory=dict)
+    opened: float | None = None
     place: Place | None = None
     blocks: Blocks | None = None
     gone: set[str] = attrs.field(factory=set)
@@ -109,7 +110,7 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
             config,
             http=http,
             max_waiting=max_waiting,
-            line_timeout_s=config.bootstrap_timeout_s,
+            line_timeout_s=config.waiting_timeout_s,
             facts=facts,
         )
         self._config = config
@@ -129,14 +130,12 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
     def decode(self, request: DecodeRequest, on_token: Callable[[Token], None]) -> DecodeLeg:
         """Begin a decode leg; ends in its `done`. Raises ConfigError, PoolExhausted, LocalProtocolError (live room)."""
         queue = self._queue
-        if queue is None or self._draining:
-            refusal = LocalProtocolError("this decode takes no requests now", Cause.CLOSING)
-            self._decline(request, refusal.why)
-            raise refusal
         try:
+            if queue is None or self._draining:
+                raise LocalProtocolError("this decode takes no requests now", Cause.CLOSING)
             check_prompt(self._engine, request.tokens)
-        except ConfigError as error:
-            self._decline(request, error.why)
+        except PdplaneError as error:
+            self.refuse(request, error.why)
             raise
         stop_ids = request.stop_ids | (frozenset() if request.ignore_eos else self._engine.tokenizer.eos_ids)
         leg = DecodeLeg(request, on_token, stop_ids, give_up=self._give_up)
@@ -144,52 +143,79 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
         try:
             leg.prefix = self._engine.hold(request.tokens)
             counts = self._engine.blocks_needed(len(request.tokens), leg.prefix_len)
-            leg.place = queue.acquire(counts, lambda blocks: self._open(leg, blocks))
+            leg.place = queue.acquire(
+                counts, lambda blocks: self._open(leg, blocks), lambda: self._open_room(leg, None)
+            )
         except PdplaneError as error:
             leg.let_go()
             self._legs.remove(leg)
-            self._decline(request, error.why)
+            self.refuse(request, error.why)
             raise
         if leg.why is not None:  # cancelled by our closing before it had a place in line
             self._give_up(leg)
+        elif leg.done.done():  # its prefill was lost before it had one
+            queue.leave(leg.place)
         return leg
+
+    def _open_room(self, leg: DecodeLeg, manifest: Manifest | None) -> None:
+        """Open the room with its blocks, or without while it stands in line for them: prefill hears of it then."""
+        plane, request = self._plane, leg.request
+        assert plane is not None
+
+        def landed(offsets: U64, lengths: U64) -> None:
+            if leg.assembly is not None:
+                leg.assembly.landed(offsets, lengths)
+
+        leg.room = room = plane.open(
+            request.room,
+            prefill=request.prefill,
+            manifest=manifest,
+            prompt_hash=hash_prompt(request.tokens),
+            on_landed=landed if request.max_tokens > 1 else None,
+        )
+        room.released.add_done_callback(lambda _released: self._release(leg, "room"))
+        room.done.add_done_callback(lambda done: self._delivered(leg, done))
+        if leg.why is not None:
+            room.cancel(leg.why.text, leg.why.cause)
 
     @arrow
     def _open(self, leg: DecodeLeg, blocks: Blocks | PoolExhausted) -> None:
-        """Open the room, since its blocks are allocated."""
+        """Offer the room's blocks, since they are allocated."""
         if isinstance(blocks, PoolExhausted):
-            self._fail(leg, blocks)
+            self._refuse_blocks(leg, blocks)
             return
-        plane = self._plane
-        assert plane is not None
         self._legs.hold(leg, blocks)
+        if leg.room is not None and leg.room.done.done():  # it ended in line
+            self._release(leg, "room", "engine")
+            return
         leg.mark("alloc_ms", leg.began)
+        leg.opened = time.monotonic()
         tokens = leg.request.tokens
         try:
-            manifest = build_manifest(plane.layout, blocks, leg.prefix_len, len(tokens))
+            manifest = build_manifest(self._engine.layout, blocks, leg.prefix_len, len(tokens))
             if leg.request.max_tokens > 1:  # else the first token, from prefill, is the whole answer
                 leg.assembly = self._engine.assemble(len(tokens), blocks, leg.prefix)
-            leg.room = plane.open(
-                leg.request.room,
-                prefill=leg.request.prefill,
-                manifest=manifest,
-                prompt_hash=hash_prompt(tokens),
-                on_landed=leg.assembly.landed if leg.assembly else None,
-            )
+            if leg.room is None:
+                self._open_room(leg, manifest)
+            else:
+                leg.room.offer(manifest)
         except PdplaneError as error:
             self._release(leg, "room", "engine")
-            self._fail(leg, error)
-            return
-        opened = time.monotonic()
-        leg.room.released.add_done_callback(lambda _released: self._release(leg, "room"))
-        leg.room.done.add_done_callback(lambda done: self._delivered(leg, done, opened))
-        if leg.why is not None:
-            leg.room.cancel(leg.why.text, leg.why.cause)
+            self._refuse_blocks(leg, error)
+
+    def _refuse_blocks(self, leg: DecodeLeg, error: PdplaneError) -> None:
+        """End a leg that has offered nothing yet."""
+        if leg.room is not None:
+            leg.room.cancel(f"decode has no blocks: {error}", error.cause)
+        self._fail(leg, error)
 
     @arrow
-    def _delivered(self, leg: DecodeLeg, done: Future[Delivered], opened: float) -> None:
+    def _delivered(self, leg: DecodeLeg, done: Future[Delivered]) -> None:
         """Begin to generate, since the cache is whole, or fail with the room."""
-        leg.mark("transfer_wait_ms", opened)
+        if leg.place is not None and self._queue is not None:
+            self._queue.leave(leg.place)  # it ended in line
+        if leg.opened is not None:
+            leg.mark("transfer_wait_ms", leg.opened)
         whole = time.monotonic()
         try:
             delivered = done.result()
@@ -256,6 +282,8 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
         """Stop the leg at the step that it has reached; later steps look at `why`."""
         why = leg.why or Why(Cause.CANCELLED, "cancelled")
         if leg.place is not None and self._queue is not None and self._queue.leave(leg.place):
+            if leg.room is not None:
+                leg.room.cancel(why.text, why.cause)
             self._fail(leg, RoomFailed(leg.request.room, why.cause, why.text))
         elif leg.job is not None:
             leg.job.cancel()
@@ -268,12 +296,12 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
         leg.let_go()
         self._legs.remove(leg)
         if leg.room is None:
-            self._decline(leg.request, error.why)
+            self.refuse(leg.request, error.why)
         if not leg.done.done():
             leg.done.set_exception(error)
 
-    def _decline(self, request: DecodeRequest, why: Why) -> None:
-        """Tell prefill that no room was opened, so that its leg does not wait until its deadline."""
+    def refuse(self, request: DecodeRequest, why: Why) -> None:
+        """Tell prefill that this half of the request will not be served, so that the other one ends at once."""
         if self._plane is None:
             return
         try:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -32,6 +33,9 @@ class Place:
     expiry: Future[None] | None = None
 
 
+_PACE_PLACES = 16
+
+
 class BlockQueue:
     """First come, first served over one pool.
 
@@ -44,22 +48,38 @@ class BlockQueue:
         self._timeout_s, self._max_waiting = timeout_s, max_waiting
         self._lock = threading.Lock()
         self._line: deque[Place] = deque()
+        self._grants: deque[float] = deque(maxlen=_PACE_PLACES)  # when places got their blocks since the line began
 
     def check(self, counts: Mapping[GroupId, int]) -> None:
         """Raise ConfigError for what an empty pool could not serve."""
         if not self._pool.fits(counts):
             raise ConfigError(f"the prompt needs {sum(counts.values())} blocks, more than the arena can hold")
 
-    def acquire(self, counts: Mapping[GroupId, int], then: Callable[[Blocks | PoolExhausted], None]) -> Place:
+    def acquire(
+        self,
+        counts: Mapping[GroupId, int],
+        then: Callable[[Blocks | PoolExhausted], None],
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> Place:
         """Call `then` once, here or later on another thread, with the blocks or with PoolExhausted (waited too long).
 
-        Raises ConfigError for what can never fit and PoolExhausted when the line is full.
+        `on_wait` is called before, unless the blocks are there at once. Raises ConfigError for what can never fit, and
+        PoolExhausted when the line is full or so slow that the time would be over before its turn.
         """
         self.check(counts)
         place = Place(counts, then)
         with self._lock:
-            if len(self._line) >= self._max_waiting:
+            blocks = None if self._line else self._allocate(place)
+            if blocks is None and not self._has_room():
                 raise PoolExhausted(sum(counts.values()), self._pool.free_parents)
+        if blocks is not None:
+            then(blocks)
+            return place
+        on_wait()
+        with self._lock:
+            if not self._line:
+                self._grants.clear()
+                self._grants.append(time.monotonic())
             self._line.append(place)
         self._serve()
         if self._has(place):
@@ -87,6 +107,22 @@ class BlockQueue:
             "waiting": len(self._line),
         }
 
+    def _allocate(self, place: Place) -> Blocks | None:
+        try:
+            return self._pool.allocate(place.counts)
+        except PoolExhausted:
+            return None
+
+    def _has_room(self) -> bool:
+        """Return whether a newcomer may wait: by the pace of the last places its turn comes in time."""
+        if len(self._line) >= self._max_waiting:
+            return False
+        served = len(self._grants) - 1  # the first is when the line began, or an older place's
+        if served < _PACE_PLACES // 4:
+            return True
+        each_s = (time.monotonic() - self._grants[0]) / served
+        return each_s * (len(self._line) + 1) <= self._timeout_s
+
     def _has(self, place: Place) -> bool:
         with self._lock:
             return place in self._line
@@ -97,11 +133,10 @@ class BlockQueue:
                 if not self._line:
                     return
                 place = self._line[0]
-                try:
-                    blocks = self._pool.allocate(place.counts)
-                except PoolExhausted:
+                if (blocks := self._allocate(place)) is None:
                     return
                 self._line.popleft()
+                self._grants.append(time.monotonic())
             if place.expiry is not None:
                 place.expiry.cancel()
             place.then(blocks)

@@ -58,6 +58,9 @@ class NodeLife(abc.ABC, Generic[EngineKind, PlaneKind, Leg]):
         """Return what this role counts beside its legs, its blocks and its plane."""
         return {}
 
+    def _announce_drain(self) -> None:
+        """Tell the peers that no new rooms are taken, where that is of use to them."""
+
     # ---- life
 
     def start(self) -> None:
@@ -77,9 +80,14 @@ class NodeLife(abc.ABC, Generic[EngineKind, PlaneKind, Leg]):
             self.close()
             raise
 
+    def drain(self) -> None:
+        """Take no more, and say so; return at once."""
+        self._draining = True
+        self._announce_drain()
+
     def close(self, drain_s: float = 0.0) -> None:
         """Take no more, wait up to `drain_s` for what runs, end the rest, join every thread; idempotent."""
-        self._draining = True
+        self.drain()
         self._legs.drain(drain_s)
         self._legs.cancel_all(f"{self.role} is shutting down", Cause.CLOSING)
         if self._plane is not None:

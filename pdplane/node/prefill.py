@@ -5,6 +5,7 @@ request -> offered -> line up -> compute -> push -> finish -> released
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ import attrs
 
 from pdplane.api import EngineJob, FirstToken, PrefillEngine, PrefillRequest, Token
 from pdplane.control.http_thread import HttpThread
-from pdplane.errors import Cause, ConfigError, InternalError, LocalProtocolError, PdplaneError, PoolExhausted
+from pdplane.errors import Cause, InternalError, LocalProtocolError, PdplaneError, PoolExhausted, Why
 from pdplane.ids import GroupId, Room
 from pdplane.kv.copies import expected_bytes
 from pdplane.kv.manifest import blocks_behind
@@ -97,6 +98,10 @@ class PrefillNode(NodeLife[PrefillEngine, PrefillPlane, PrefillLeg]):
         engine, config = self._engine, self._config
         return PrefillPlane(config, layout=engine.layout, arena=engine.arena, fingerprint=fingerprint, http=self._http)
 
+    def _announce_drain(self) -> None:
+        if self._plane is not None:
+            self._plane.drain()
+
     def _addresses(self, plane: PrefillPlane) -> dict[str, Any]:
         found = {"bootstrap_host": self._config.advertised, "bootstrap_port": plane.rendezvous.port}
         found["control"] = str(plane.control)
@@ -109,12 +114,12 @@ class PrefillNode(NodeLife[PrefillEngine, PrefillPlane, PrefillLeg]):
     def prefill(self, request: PrefillRequest) -> PrefillLeg:
         """Begin a prefill leg; ends in its `done`. Raises ConfigError for a prompt that can never fit."""
         plane = self._plane
-        if plane is None or self._queue is None or self._draining:
-            raise LocalProtocolError("this prefill takes no requests now", Cause.CLOSING)
         try:
+            if plane is None or self._queue is None or self._draining:
+                raise LocalProtocolError("this prefill takes no requests now", Cause.CLOSING)
             check_prompt(self._engine, request.tokens)
-        except ConfigError as error:
-            plane.open(request.room).cancel(str(error), error.cause)  # decode's leg would wait for its deadline
+        except PdplaneError as error:
+            self.refuse(request, error.why)
             raise
         room = plane.open(request.room, prompt_len=len(request.tokens), prompt_hash=hash_prompt(request.tokens))
         leg = PrefillLeg(request, room)
@@ -127,6 +132,12 @@ class PrefillNode(NodeLife[PrefillEngine, PrefillPlane, PrefillLeg]):
         room.done.add_done_callback(lambda done: self._ended(leg, done))
         room.released.add_done_callback(lambda _: self._released(leg))
         return leg
+
+    def refuse(self, request: PrefillRequest, why: Why) -> None:
+        """Tell decode that this half of the request will not be served, so that the other one ends at once."""
+        if self._plane is not None:
+            with contextlib.suppress(PdplaneError):  # a closed plane, or a room of another group
+                self._plane.open(request.room).cancel(why.text, why.cause)
 
     @arrow
     def _offered(self, leg: PrefillLeg, window: Future[RoomWindow]) -> None:

@@ -335,6 +335,7 @@ class Lead:
     def close(self, drain_s: float = 0.0) -> None:
         """Take no more, wait up to `drain_s` for what runs, end the rest on every rank; idempotent."""
         self._draining = True
+        self._inner.drain()
         self._ranks.wait_idle(drain_s)
         self._inner.close()
         self._ranks.close()
@@ -380,6 +381,10 @@ class LeadPrefill(Lead):
         self._check()
         return self._ranks.begin(request, lambda: self._node.prefill(request))
 
+    def refuse(self, request: PrefillRequest, why: Why) -> None:
+        """Tell decode that this half will not be served; a room that ends here ends for decode."""
+        self._node.refuse(request, why)
+
 
 class LeadDecode(Lead):
     """Rank 0 of decode."""
@@ -392,6 +397,10 @@ class LeadDecode(Lead):
         """Begin a decode leg on every rank; errors as for `DecodeNode.decode`."""
         self._check()
         return self._ranks.begin(request, lambda: self._node.decode(request, on_token))
+
+    def refuse(self, request: DecodeRequest, why: Why) -> None:
+        """Tell prefill that this half will not be served; a room that ends on one rank ends on all."""
+        self._node.refuse(request, why)
 
 
 # ---- A rank that is not rank 0: it does what rank 0 says and reports the result

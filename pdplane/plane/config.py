@@ -37,6 +37,9 @@ class PlaneConfig:
     us by `legacy_transport`, by default the same as `transport`; theirs is mooncake. `legacy_lacks` says what this side
     lacks to serve them, and rooms that meet one fail with it.
 
+    A half of a request waits `peer_timeout_s` at most for the first word of the other half, by default as long as
+    `bootstrap_timeout_s`, which bounds what follows. Rooms in line for decode's blocks wait for `waiting_timeout_s`.
+
     `max_rooms` bounds the rooms that are live at one time; more fail at once with "too many live rooms". With
     `record_events` the plane keeps what `poll` gives. Raises ConfigError.
     """
@@ -46,6 +49,7 @@ class PlaneConfig:
     tp_size: int = 1
     tp_rank: int = 0
     secret: Secret | None = None
+    peer_timeout_s: float | None = None
     bootstrap_timeout_s: float = 120.0
     waiting_timeout_s: float = 300.0
     ping_interval_s: float = 2.0
@@ -62,8 +66,8 @@ class PlaneConfig:
         self._check_addresses()
         if not 0 <= self.tp_rank < self.tp_size:
             raise ConfigError(f"tp_rank {self.tp_rank} is outside 0..{self.tp_size - 1}")
-        for name in ("bootstrap_timeout_s", "waiting_timeout_s"):
-            if getattr(self, name) < 1:
+        for name in ("peer_timeout_s", "bootstrap_timeout_s", "waiting_timeout_s"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} is below 1 s")
         for name in ("ping_interval_s", "tombstone_s", "max_rooms"):
             if getattr(self, name) <= 0:
@@ -83,6 +87,11 @@ class PlaneConfig:
             raise ConfigError(f"transport {self.transport} cannot be encrypted: leave TLS out, or take tcp or auto")
         if self.legacy and (obstacle := self._unreachable):
             raise ConfigError(f"no legacy peers: {obstacle}")
+
+    @property
+    def patience_s(self) -> float:
+        """How long a half waits for the first word of the other one."""
+        return min(self.peer_timeout_s or self.bootstrap_timeout_s, self.bootstrap_timeout_s)
 
     @property
     def groups(self) -> int:
@@ -145,7 +154,7 @@ class PrefillConfig(PlaneConfig):
 class DecodeConfig(PlaneConfig):
     """A decode rank; `data_port` is where prefill ranks connect to push.
 
-    A room finds its prefill within `bootstrap_timeout_s`, however slow the rendezvous is to answer. Where nobody
+    A room finds its prefill within `peer_timeout_s`, however slow the rendezvous is to answer. Where nobody
     accepts a connection at all it is given up after `unreachable_timeout_s`: raise that where prefill may start later.
 
     `status_port` is where legacy prefill ranks report. Blocks of a failed room that such a rank may still write to

@@ -63,9 +63,7 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
         if config.speaks_legacy and config.legacy_transport not in (None, config.transport):
             self._receivers.append(self._make_receiver(config.legacy_transport or "", 0))
         self._receiver = self._receivers[0]
-        options = LookUpOptions(
-            config.bootstrap_timeout_s, config.unreachable_timeout_s, unproved=config.legacy is True
-        )
+        options = LookUpOptions(config.patience_s, config.unreachable_timeout_s, unproved=config.legacy is True)
         self._look_up = RendezvousClient(self._http, options, config.secret)
         self._connections = connections = Connections(self._rejected)
         self._dealers = Dealers(self._rejected, Curve(config.secret) if config.secret else None, connections)
@@ -101,7 +99,7 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
         room: int,
         *,
         prefill: Endpoint | str,
-        manifest: Manifest,
+        manifest: Manifest | None,
         prompt_hash: str = "",
         on_landed: OnLanded | None = None,
     ) -> DecodeRoom:
@@ -111,21 +109,28 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
         for a manifest that does not fit the layout and ConfigError for an address that is none. A room that is live
         already ends the handle with LocalProtocolError.
 
+        Without a manifest the room stands in line for blocks: prefill is told, so that its half waits as well, and the
+        handle's `offer` goes on with the blocks.
+
         `on_landed(offsets, lengths)` is called for each run of the arena that is final unless the room fails, while the
         rest is under way: for work ahead that is dropped if the room fails. Transport threads call it, so it must not
         block or raise. One-sided transports never call it.
         """
         self._check_open()
         rendezvous = as_endpoint(prefill, "prefill")
-        validate_manifest(manifest, self.layout)
-        wire.check_manifest(manifest)  # here, in the caller's thread
+        if manifest is not None:
+            self._check_manifest(manifest)
         _check_prompt_hash(prompt_hash)
         number, ticket = check_room(room), self._handles.ticket()
 
         def cancel(why: Why) -> None:
             self._post(events.RoomCancelled(number, ticket, why))
 
-        handle = DecodeRoom(number, ticket, cancel, on_landed)
+        def offer(found: Manifest) -> None:
+            self._check_manifest(found)
+            self._post(events.BlocksGiven(number, ticket, found))
+
+        handle = DecodeRoom(number, ticket, cancel, offer, on_landed)
         self._handles.add(handle)
         self._post(events.DecodeRequested(number, ticket, rendezvous, manifest, prompt_hash))
         return handle
@@ -135,14 +140,19 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
     ) -> None:
         """Tell prefill that no blocks will come for this room, so that its request ends at once and not by a timeout.
 
-        Best effort: only a prefill that this decode is registered with is told, and it ends only a request with the
-        same prompt hash (see `hash_prompt`). Does nothing while the room is live here, or on a closed plane.
+        Best effort: prefill is looked up if it is not known yet, and it ends only a request with the same prompt hash
+        (see `hash_prompt`). Does nothing while the room is live here, or on a closed plane.
         """
         _check_prompt_hash(prompt_hash)
         number, ticket = check_room(room), self._handles.ticket()
         rendezvous = as_endpoint(prefill, "prefill")
         if self._state == "open":
             self._post(events.DecodeDeclined(number, ticket, rendezvous, prompt_hash, Why(cause, text)))
+
+    def _check_manifest(self, manifest: Manifest) -> None:
+        """Raise WireError for one that does not fit the layout, in the caller's thread."""
+        validate_manifest(manifest, self.layout)
+        wire.check_manifest(manifest)
 
     # ---- state
 
@@ -300,7 +310,7 @@ def _settings(config: DecodeConfig) -> DecodeSettings:
         tp_size=config.tp_size,
         tp_rank=config.tp_rank,
         version="1",
-        bootstrap_timeout_s=config.bootstrap_timeout_s,
+        peer_timeout_s=config.patience_s,
         waiting_timeout_s=config.waiting_timeout_s,
         ping_interval_s=config.ping_interval_s,
         tombstone_s=config.tombstone_s,

@@ -116,6 +116,11 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         self._post(events.PrefillRequested(number, ticket, prompt_len, prompt_hash))
         return handle
 
+    def drain(self, text: str = "prefill is draining") -> None:
+        """Tell decode that no new rooms are taken, so that they fail at once; those that were opened here go on."""
+        if self._state == "open":
+            self._post(events.Draining(text))
+
     # ---- state
 
     @property
@@ -244,6 +249,7 @@ def _settings(config: PrefillConfig) -> PrefillSettings:
         prefill_rank=config.tp_rank,
         tp_size=config.tp_size,
         exact=config.exact,
+        peer_timeout_s=config.patience_s,
         bootstrap_timeout_s=config.bootstrap_timeout_s,
         waiting_timeout_s=config.waiting_timeout_s,
         ping_interval_s=config.ping_interval_s,

@@ -18,7 +18,7 @@ from pdplane.errors import Cause, InternalError, LocalProtocolError, PdplaneErro
 from pdplane.ids import MAX_ROOM, FieldId, GroupId, Room, SessionId
 from pdplane.kv.copies import U64, Copies, plan_block_copies
 from pdplane.kv.layout import Layout
-from pdplane.kv.manifest import check_chunk, chunk_positions
+from pdplane.kv.manifest import Manifest, check_chunk, chunk_positions
 from pdplane.machine.actions import Delivered, Destination
 from pdplane.messages import MAX_TOP_LOGPROBS, NO_TOKEN, TopLogprobs
 
@@ -251,6 +251,7 @@ class DecodeRoom:
     done: Future[Delivered] = attrs.field(factory=open_future, init=False)
     released: Future[None] = attrs.field(factory=open_future, init=False)
     _cancel: Callable[[Why], None]
+    _offer: Callable[[Manifest], None]
     on_landed: Callable[[U64, U64], None] | None = None
 
     def wait(self, timeout_s: float | None = None) -> Delivered:
@@ -260,6 +261,13 @@ class DecodeRoom:
         before and its blocks still belong to it. Wait again, or cancel it and wait for `released`.
         """
         return _wait(self.done, self.room, timeout_s, "the cache")
+
+    def offer(self, manifest: Manifest) -> None:
+        """Offer blocks for a room that was opened without; return at once, harmless after the end.
+
+        They belong to the room until `released`. Raises WireError for a manifest that does not fit the layout.
+        """
+        self._offer(manifest)
 
     def cancel(self, text: str = "cancelled by the caller", cause: Cause = Cause.CANCELLED) -> None:
         """End the room and tell prefill; return at once, harmless after the end."""

@@ -84,8 +84,8 @@ async def _answered(
     half: Half, metrics: Metrics, readers: Readers, dialect: Dialect, request: web.Request, line: RequestLine
 ) -> web.StreamResponse:
     try:
-        if not half.node.ready:
-            raise LocalProtocolError(f"this {half.role} node is not ready", Cause.CLOSING)
+        if not half.node.alive:  # one that drains reads the request, to tell the other half that it is refused
+            raise _not_ready(half.role)
         served = Served.of(half.node, half.bootstrap_port)
         asked = await read(dialect, request, served, readers)
         exchange = Exchange(dialect, asked, served, metrics)
@@ -120,10 +120,19 @@ def prefill_app(node: PrefillService) -> web.Application:
     return app_of(Half(node, "prefill", partial(_begin_prefill, node), _refusal))
 
 
+def _not_ready(role: Role) -> LocalProtocolError:
+    return LocalProtocolError(f"this {role} node is not ready", Cause.CLOSING)
+
+
 def _begin_prefill(
     node: PrefillService, _asked: Asked, answer: AskedAnswer, _on_token: Callable[[Token], None]
 ) -> PrefillHandle:
-    return node.prefill(PrefillRequest(answer.meeting.room, answer.prompt, answer.sampling))
+    request = PrefillRequest(answer.meeting.room, answer.prompt, answer.sampling)
+    if not node.ready:
+        refusal = _not_ready("prefill")
+        node.refuse(request, refusal.why)
+        raise refusal
+    return node.prefill(request)
 
 
 async def _refusal(exchange: Exchange) -> Sequence[Piece]:
@@ -171,6 +180,10 @@ def _begin_decode(
         stop_ids=asked.stop_ids,
         sampling=answer.sampling,
     )
+    if not node.ready:
+        refusal = _not_ready("decode")
+        node.refuse(request, refusal.why)
+        raise refusal
     return node.decode(request, on_token)
 
 

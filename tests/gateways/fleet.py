@@ -75,7 +75,7 @@ class Fleet:
         port = self.ports[0] if role == "prefill" else self.ports[2 + number]
         # Of a flag that is given twice the last one counts.
         daemon = Daemon(
-            role, "--port", str(port), *at, "--served-model-name", "toy", "--bootstrap-timeout", f"{DEADLINE_S}s",
+            role, "--port", str(port), *at, "--served-model-name", "toy", "--peer-timeout", f"{DEADLINE_S}s",
             "--ping-interval", "500ms", "--drain-timeout", "10s",
         )  # fmt: skip
         daemon.wait_ready()

@@ -14,7 +14,7 @@ from pdplane.kv.copies import Copies
 from pdplane.kv.manifest import build_manifest
 from pdplane.machine import actions, events
 from pdplane.machine.decode import DecodeMachine
-from pdplane.messages import Notice, Push, Registration, Window
+from pdplane.messages import Cancel, Notice, Push, Registration, Window
 from tests.linked.memory import Memory
 from tests.linked.net import Letter
 from tests.linked.prefill import first_token
@@ -76,7 +76,8 @@ class DecodeEnd:
         pending: actions.Tell | None = None
         for action in found:
             if pending is not None:
-                assert isinstance(action, actions.Offer), "a window notice names the very next message"
+                gives_up = isinstance(action, actions.Tell) and isinstance(action.message, Cancel)
+                assert gives_up or isinstance(action, actions.Offer), "a window notice names the very next message"
                 self._send(pending, action)
                 pending = None
             elif isinstance(action, actions.Tell) and isinstance(action.message, Window):

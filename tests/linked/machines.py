@@ -29,8 +29,10 @@ from tests.linked.prefill import PrefillEnd
 LONGEST_S = 60.0
 """Enough virtual time for every deadline of the linked settings to pass, one after the other."""
 
-_PREFILL = PrefillSettings(bootstrap_timeout_s=10.0, waiting_timeout_s=20.0, tombstone_s=5.0, idle_peer_s=30.0)
-_DECODE = DecodeSettings(bootstrap_timeout_s=10.0, waiting_timeout_s=20.0, tombstone_s=5.0, late_bytes_s=3.0)
+_PREFILL = PrefillSettings(
+    peer_timeout_s=10.0, bootstrap_timeout_s=10.0, waiting_timeout_s=20.0, tombstone_s=5.0, idle_peer_s=30.0
+)
+_DECODE = DecodeSettings(peer_timeout_s=10.0, waiting_timeout_s=20.0, tombstone_s=5.0, late_bytes_s=3.0)
 _MAX_LETTERS = 20_000
 
 

@@ -15,6 +15,7 @@ from pdplane.messages import (
     Failed,
     Hello,
     Ping,
+    Queued,
     Refused,
     Registered,
     Status,
@@ -73,6 +74,11 @@ def offer(
     return [events.NoticeReceived(identity, Window(room, Generation(generation), "hash")), sent]
 
 
+def queued(generation: int = 1, *, identity: bytes = ME, prompt_hash: str = "hash") -> events.NoticeReceived:
+    """A decode rank's word that it stands in line for the room's blocks."""
+    return events.NoticeReceived(identity, Queued(ROOM, SESSION, Generation(generation), prompt_hash))
+
+
 def request(ticket: int = 1, room: Room = ROOM) -> events.PrefillRequested:
     return events.PrefillRequested(room, ticket, 6, "hash")
 
@@ -128,6 +134,11 @@ PREFILL_RARE: Mapping[str, Callable[[PrefillWitness], object]] = {
     "other prompt": lambda w: w.handle(*offer(2, prompt_len=7)),
     "offer without manifest": lambda w: w.handle(events.PreallocationReceived(ME, ROOM, SESSION, None)),
     "unannounced offer": lambda w: w.handle(*offer(0)),
+    "queued": lambda w: w.handle(queued()),
+    "next queued": lambda w: w.handle(queued(2)),
+    "queued for another prompt": lambda w: w.handle(queued(prompt_hash="another")),
+    "queued by a stranger": lambda w: w.handle(queued(identity=OTHER)),
+    "draining": lambda w: w.handle(events.Draining("bye")),
     "offer of a stranger": lambda w: w.handle(*offer(1, identity=OTHER)),
     "offer of a raw peer": lambda w: w.handle(*offer(0, identity=RAW)),
     "raw registration": lambda w: w.handle(registration(RAW)),
@@ -194,6 +205,15 @@ def want(ticket: int = 1, room: Room = ROOM) -> events.DecodeRequested:
     return events.DecodeRequested(room, ticket, BOOTSTRAP, manifest(), "hash")
 
 
+def stand(ticket: int = 1, room: Room = ROOM) -> events.DecodeRequested:
+    """A request that stands in line for blocks."""
+    return attrs.evolve(want(ticket, room), manifest=None)
+
+
+def given(ticket: int = 1) -> events.BlocksGiven:
+    return events.BlocksGiven(ROOM, ticket, manifest())
+
+
 def found_life(life: Life) -> events.PeerFound:
     rank = FOUND.ranks[0]
     return events.PeerFound(ROOM, BOOTSTRAP, 0, 1, LAYOUT, (events.PeerRank(rank.prefill_rank, rank.endpoint, life),))
@@ -201,6 +221,10 @@ def found_life(life: Life) -> events.PeerFound:
 
 def _next_want(witness: DecodeWitness) -> None:
     witness.handle(want(max(witness.asked, default=0) + 1))
+
+
+def _next_stand(witness: DecodeWitness) -> None:
+    witness.handle(stand(max(witness.asked, default=0) + 1))
 
 
 DECODE: Mapping[str, Callable[[DecodeWitness], object]] = {
@@ -241,6 +265,8 @@ DECODE_RARE: Mapping[str, Callable[[DecodeWitness], object]] = {
     "stranger cut": lambda w: w.handle(events.WriterCut(Rank(0), NEW_LIFE, "reset")),
     "restarted": lambda w: w.handle(found_life(NEW_LIFE)),
     "incomplete instance": lambda w: w.handle(events.PeerFound(ROOM, BOOTSTRAP, 0, 1, LAYOUT, ())),
+    "line": _next_stand,
+    "blocks": lambda w: w.handle(given(_newest(w))),
     "declined": lambda w: w.handle(events.DecodeDeclined(ROOM, 99, BOOTSTRAP, "hash", Why(Cause.FULL, "busy"))),
     "other room found": lambda w: w.handle(events.PeerFound(Room(8), BOOTSTRAP, 0, 1, LAYOUT, FOUND.ranks)),
     "stale ticket": lambda w: w.handle(events.RoomCancelled(ROOM, 99, GONE)),

@@ -20,14 +20,16 @@ from pdplane.machine.actions import (
     Offer,
     Tell,
 )
-from pdplane.messages import Cancel, Drain, Failed, Ping, Refused, Status, StatusCode, UnknownSession, Window
+from pdplane.messages import Cancel, Drain, Failed, Ping, Queued, Refused, Status, StatusCode, UnknownSession, Window
 from tests.machine.said import (
     NEW_LIFE,
     ROOM,
     failed,
     found_life,
+    given,
     landed,
     registered,
+    stand,
     status,
     success,
     want,
@@ -227,8 +229,11 @@ def test_an_unlike_layout_or_half_an_instance_is_refused_by_name() -> None:
         (attrs.evolve(FOUND, ranks=FOUND.ranks * 2), "does not name every prefill rank"),
     ):
         decode = DecodeWitness()
-        (answer,) = seen(decode.handle(want(), wrong))
+        answer, connect, *introduced, _, cancel, disconnect = seen(decode.handle(want(), wrong))
         assert cause in str(answer)
+        assert (connect, introduced) == (Connect(CHANNEL, ENDPOINT), INTRODUCED)  # prefill hears those that it refuses
+        assert isinstance(cancel, Tell)
+        assert disconnect == Disconnect(CHANNEL)
 
 
 def test_a_refused_decode_tells_its_callers_the_field(decode: DecodeWitness) -> None:
@@ -299,7 +304,7 @@ def test_a_draining_prefill_ends_its_rooms_and_gets_no_new_one(decode: DecodeWit
     decode.handle(events.NoticeFromPrefill(CHANNEL, Drain("bye")))
     other = attrs.evolve(want(2), room=Room(8))
     assert decode.handle(other) == [LookUp(BOOTSTRAP, Room(8))]
-    assert seen(decode.handle(attrs.evolve(FOUND, room=Room(8)))) == [(2, "prefill is draining")]
+    assert seen(decode.handle(attrs.evolve(FOUND, room=Room(8))))[-1] == (2, "prefill is draining")
     assert decode.handle(landed(), *success())[-1] == Deliver(ROOM, 1, DELIVERED)
 
 
@@ -330,7 +335,7 @@ def test_a_waiting_room_names_what_is_missing(decode: DecodeWitness) -> None:
 def test_rooms_are_bounded_and_closing_takes_no_new_one() -> None:
     decode = DecodeWitness(DecodeSettings(max_rooms=2))
     decode.handle(want(1), want(2, Room(8)))
-    assert seen(decode.handle(want(3, Room(9)))) == [(3, "too many live rooms")]
+    assert seen(decode.handle(want(3, Room(9)))) == [(3, "too many live rooms"), LookUp(BOOTSTRAP, Room(9))]
     decode.handle(events.Closing("bye"))
     assert seen(decode.handle(want(4))) == [(4, "bye")]
     decode.drain()
@@ -364,13 +369,108 @@ def test_prefill_is_told_of_a_room_that_the_machine_refuses() -> None:
 
 def test_nobody_is_told_whom_it_does_not_concern(decode: DecodeWitness) -> None:
     assert decode.handle(declined()) == []  # another use of the number is live
-    assert decode.handle(declined(Endpoint("elsewhere", 1), Room(8))) == []
-    stranger = DecodeWitness()
-    assert stranger.handle(declined()) == []
 
 
-def test_a_rank_that_does_not_know_us_yet_is_told_nothing() -> None:
+GIVEN_UP = [Tell(CHANNEL, Window(ROOM, Generation(1), "hash")), Tell(CHANNEL, Cancel(ROOM, Generation(1), GONE))]
+
+
+@pytest.mark.parametrize("begun", [[want()], [stand()], [want(), FOUND], [stand(), FOUND]])
+def test_a_use_given_up_during_its_look_up_is_told_once_prefill_knows_us(begun: list[events.DecodeEvent]) -> None:
     decode = DecodeWitness()
-    decode.handle(want(), FOUND)  # introduced, not registered yet
-    cancelled = events.RoomCancelled(ROOM, 1, GONE)
-    assert seen(decode.handle(cancelled)) == [(1, "gone")]
+    decode.handle(*begun)
+    assert seen(decode.handle(events.RoomCancelled(ROOM, 1, GONE))) == [(1, "gone")]
+    decode.handle(*([FOUND] if len(begun) == 1 else []))
+    assert decode.handle(registered()) == GIVEN_UP
+    assert decode.handle(registered()) == []
+    decode.drain()
+
+
+@pytest.mark.parametrize("end", [[events.PeerMissing(ROOM, BOOTSTRAP, GONE)], [want(2), FOUND, registered()]])
+def test_a_word_about_a_use_that_nobody_waits_for_is_dropped(end: list[events.DecodeEvent]) -> None:
+    """There is no such prefill, or the number is in use again."""
+    decode = DecodeWitness()
+    decode.handle(want(), events.RoomCancelled(ROOM, 1, GONE), *end)
+    assert decode.machine.counts().partings == 0
+
+
+def test_a_prefill_that_was_not_known_is_looked_up_to_be_told() -> None:
+    decode = DecodeWitness()
+    assert decode.handle(declined()) == [LookUp(BOOTSTRAP, ROOM)]
+    decode.handle(FOUND)
+    window, cancel = decode.handle(registered())
+    assert window == Tell(CHANNEL, Window(ROOM, Generation(9), "hash"))
+    assert cancel == Tell(CHANNEL, Cancel(ROOM, Generation(9), Why(Cause.FULL, "busy")))
+    decode.drain()
+
+
+def test_a_refused_decode_says_what_it_does_not_fill() -> None:
+    decode = DecodeWitness()
+    decode.handle(want(), FOUND)
+    refused = events.NoticeFromPrefill(CHANNEL, Refused(SESSION, "dtype", "f32", "f16"))
+    why = Why(Cause.REFUSED, "prefill refuses this decode: dtype differs: prefill has f32, this decode has f16")
+    assert seen(decode.handle(refused)) == [
+        (1, why.text),
+        GIVEN_UP[0],
+        Tell(CHANNEL, Cancel(ROOM, Generation(1), why)),
+        Disconnect(CHANNEL),
+    ]
+
+
+# ---- a room in line for blocks
+
+
+QUEUED = Tell(CHANNEL, Queued(ROOM, SESSION, Generation(1), "hash"))
+
+
+def test_prefill_hears_that_a_room_stands_in_line_and_then_gets_its_offer() -> None:
+    decode = DecodeWitness()
+    decode.handle(stand(), FOUND)
+    assert decode.handle(registered()) == [QUEUED]
+    assert decode.handle(given()) == opened()
+    decode.handle(landed(), *success())
+    assert decode.ended == {1: "delivered"}
+
+
+def test_blocks_that_come_before_prefill_was_found_are_offered_when_it_is() -> None:
+    decode = DecodeWitness()
+    assert decode.handle(stand(), given()) == []
+    assert decode.handle(FOUND, registered()) == opened()
+
+
+def test_a_room_in_line_waits_longer_than_for_a_silent_prefill() -> None:
+    settings = DecodeSettings(peer_timeout_s=10.0, waiting_timeout_s=300.0, ping_interval_s=1000.0)
+    decode = DecodeWitness(settings)
+    decode.handle(stand())
+    assert decode.wake == 10.0
+    decode.handle(FOUND, registered())
+    assert decode.wake == 300.0
+    decode.now = 300.0
+    assert (1, "no blocks were free after 300.0 s") in seen(decode.handle(events.Tick()))
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        (failed(), "prefill: engine"),
+        (found_life(NEW_LIFE), "prefill restarted"),
+        (events.NoticeFromPrefill(CHANNEL, Refused(SESSION, "a", "b", "c")), "prefill refuses this decode: a differs"),
+    ],
+)
+def test_a_room_in_line_ends_with_its_prefills_half(word: events.DecodeEvent, text: str) -> None:
+    decode = DecodeWitness()
+    decode.handle(stand(), FOUND, registered(), events.WriterCut(Rank(0), PREFILL_LIFE, "reset"))
+    assert any(text in str(told) for told in seen(decode.handle(word)))
+    assert decode.ended == {1: "failed"}
+
+
+def test_a_prefill_that_forgot_our_session_hears_again_that_a_room_stands_in_line() -> None:
+    decode = DecodeWitness()
+    decode.handle(stand(), FOUND, registered(), events.NoticeFromPrefill(CHANNEL, UnknownSession(ROOM, SESSION)))
+    assert decode.handle(registered()) == [QUEUED]
+
+
+@pytest.mark.parametrize("late", [given(2), events.BlocksGiven(Room(8), 1, manifest())])
+def test_blocks_of_another_use_are_not_taken(late: events.DecodeEvent) -> None:
+    decode = DecodeWitness()
+    assert decode.handle(stand(), FOUND, registered(), late) == []
+    assert decode.machine.counts().rooms == {"queued": 1}

@@ -27,6 +27,10 @@ PREFILL_STATES = {
     "legacy": ["legacy registration"],
     "legacy windowed": ["legacy registration", "offer of a legacy peer", "request"],
     "early": [*REGISTERED, "offer"],
+    "early in line": [*REGISTERED, "queued"],
+    "opened in line": [*REGISTERED, "request", "queued"],
+    "windowed after the line": [*REGISTERED, "queued", "request", "offer"],
+    "draining": [*REGISTERED, "request", "draining"],
     "raw early": ["raw registration", "offer of a raw peer"],
     "opened": [*REGISTERED, "request"],
     "opened for nobody": ["request"],
@@ -47,6 +51,11 @@ DECODE_STATES = {
     "fresh": [],
     "resolving": ["request"],
     "joining": ["request", "found"],
+    "queued": ["line"],
+    "queued and joining": ["line", "found"],
+    "queued and told": ["line", "found", "registered"],
+    "queued, then waiting": ["line", "found", "registered", "blocks"],
+    "given up in line": ["line", "cancel"],
     "waiting": ["request", "found", "registered"],
     "some bytes": ["request", "found", "registered", "landed in part"],
     "all bytes": ["request", "found", "registered", "landed"],
@@ -97,6 +106,16 @@ def test_every_order_of_four_on_prefill(first: str) -> None:
 def test_every_order_of_four_on_decode(first: str) -> None:
     for rest in _orders(set(said.DECODE) - {first}):
         play_decode(["request", "found", first, *rest])
+
+
+def test_every_order_of_a_room_in_line() -> None:
+    """On prefill, on decode, and on decode before its prefill is found."""
+    for order in _orders({"queued", "next queued", "offer", "request", "decode cancels", "draining", "undeliverable"}):
+        play_prefill([*REGISTERED, *order])
+    steps = {"found", "registered", "blocks", "cancel", "missing", "failed", "refused", "unknown session"}
+    for start in (["line"], ["line", "found", "registered"]):
+        for order in _orders(steps):
+            play_decode([*start, *order])
 
 
 @pytest.mark.slow

@@ -250,7 +250,7 @@ def test_an_orphan_offer_expires_and_decode_is_told(prefill: PrefillWitness) -> 
 @pytest.mark.parametrize(
     ("before", "cause", "after"),
     [
-        ([], "not every decode rank offered blocks in 120 s", 120.0),
+        ([], "no decode rank offered blocks in 120 s", 120.0),
         (offer(), "not finished in 300 s", 300.0),
         ([*offer(), push(), finish()], "not finished in 300 s", 300.0),
     ],

@@ -19,8 +19,8 @@ from pdplane.machine.uses import (
 from tests.rows import rows
 
 LEGAL_ON_PREFILL = {
-    "early": {"offered": "early", "requested": "opened", "broken": "failing"},
-    "opened": {"offered": "opened", "completed": "offered", "broken": "failing"},
+    "early": {"queued": "early", "offered": "early", "requested": "opened", "broken": "failing"},
+    "opened": {"queued": "opened", "offered": "opened", "completed": "offered", "broken": "failing"},
     "offered": {"pushed": "offered", "finished": "finishing", "broken": "failing"},
     "finishing": {"pushed": "finishing", "drained": "succeeded", "broken": "failing"},
     "failing": {"pushed": "failing", "broken": "failing", "drained": "failed"},
@@ -28,6 +28,7 @@ LEGAL_ON_PREFILL = {
     "failed": {},
 }
 LEGAL_ON_DECODE = {
+    "queued": {"filled": "resolving", "broken": "failed"},
     "resolving": {"joined": "waiting", "broken": "failed"},
     "waiting": {"reported": "waiting", "landed": "waiting", "completed": "ready", "broken": "failed"},
     "ready": {},

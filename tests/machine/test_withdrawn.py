@@ -194,7 +194,7 @@ def test_the_late_offer_of_a_use_that_ended_in_the_grace_is_told(prefill: Prefil
 
 
 def test_a_short_bootstrap_timeout_bounds_the_grace() -> None:
-    prefill = PrefillWitness(PrefillSettings(bootstrap_timeout_s=1.0))
+    prefill = PrefillWitness(PrefillSettings(peer_timeout_s=1.0))
     prefill.handle(hello(), registration(), connected(), *offer(), cancel(), request())
     assert prefill.wake == 1.0
 

@@ -166,28 +166,32 @@ class DecodeWitness:
         self._succeeded: set[tuple[Room, Generation]] = set()
         self._failed: set[tuple[Room, Generation]] = set()
         self._announced: dict[Room, Generation] = {}
+        self._looked_up: set[Room] = set()
 
     def handle(self, *said: events.DecodeEvent) -> list[actions.DecodeAction]:
         """Take the events; gives the last one's actions without WakeAt."""
         found: list[actions.DecodeAction] = []
         for event in said:
             self._before(event)
+            if isinstance(event, events.PeerFound | events.PeerMissing):
+                self._looked_up.discard(event.room)
             found = self.machine.handle(event, self.now)
             self.wake = next((a.time for a in found if isinstance(a, actions.WakeAt)), None)
+            self._looked_up |= {action.room for action in found if isinstance(action, actions.LookUp)}
             for action in found:
                 self._check(action)
         return [action for action in found if not isinstance(action, actions.WakeAt)]
 
     def drain(self) -> None:
         """Every deadline passes, and look-ups find nobody: nothing is left."""
+        self._find_nobody()
         while self.wake is not None and self.now < _MUCH_TIME_S:
             assert self.wake > self.now, "woken for nothing"
             self.now = self.wake
-            for action in self.handle(events.Tick()):
-                if isinstance(action, actions.LookUp):
-                    self.handle(events.PeerMissing(action.room, action.bootstrap, Why(Cause.UNREACHABLE, "no answer")))
+            self.handle(events.Tick())
+            self._find_nobody()
         counts = self.machine.counts()
-        assert (counts.rooms, counts.tombstones) == ({}, 0)
+        assert (counts.rooms, counts.tombstones, counts.partings) == ({}, 0, 0)
         assert set(counts.sessions.values()) == {0}
         assert set(self.asked) == set(self.ended)
         assert not self.windows
@@ -212,6 +216,11 @@ class DecodeWitness:
                 self._announced.pop(room, None)
             case _:
                 pass
+
+    def _find_nobody(self) -> None:
+        while self._looked_up:
+            room = self._looked_up.pop()
+            self.handle(events.PeerMissing(room, BOOTSTRAP, Why(Cause.UNREACHABLE, "no answer")))
 
     def _open_uses(self) -> set[tuple[Room, Generation]]:
         return {(room, window.generation) for room, window in self.windows.items()}
@@ -241,7 +250,7 @@ class DecodeWitness:
         use = room, generation
         assert use in self._succeeded, "delivered without Success"
         assert use not in self._failed, "delivered after Failed"
-        assert self._landed.get(use, 0) == whole(self.asked[int(generation)].manifest)
+        assert self._landed.get(use, 0) == whole(manifest())
         assert delivered.first_token is None or delivered.first_token >= 0
 
     def _ends(self, room: Room, ticket: int, how: str) -> None:

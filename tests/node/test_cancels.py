@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdplane.errors import ConfigError, PoolExhausted, RoomFailed
+from pdplane.errors import ConfigError, LocalProtocolError, PoolExhausted, RoomFailed
 from pdplane.ids import Endpoint, new_room
 from pdplane.node.prefill import PrefillNode
 from pdplane.plane.config import PrefillConfig
@@ -154,12 +154,11 @@ def test_decode_hears_why_prefill_refuses_its_prompt(daemons: Daemons, first: st
 
 
 @pytest.mark.parametrize("first", ["decode", "prefill"])
-@pytest.mark.parametrize("why", ["too long", "line full", "left the line", "waited too long"])
+@pytest.mark.parametrize("why", ["too long", "line full", "left the line", "draining"])
 def test_prefill_hears_why_decode_takes_no_part(daemons: Daemons, why: str, first: str) -> None:
     """Its leg would else wait for an offer until its own deadline, here far away."""
     prefill = daemons.prefill(bootstrap_timeout_s=300, tombstone_s=60)
-    decode = daemons.decode(TIGHT, bootstrap_timeout_s=1 if why == "waited too long" else 60)
-    assert call(prefill, decode, prompt(1, SMALL)).is_right(TIGHT)  # they know each other
+    decode = daemons.decode(TIGHT, bootstrap_timeout_s=60)
     prefill.hold.clear()
     busy = call(prefill, decode, prompt(2, LARGE))
     crowd = [call(None, decode, prompt(3, SMALL), at=prefill.rendezvous) for _ in range(256 * (why == "line full"))]
@@ -169,7 +168,9 @@ def test_prefill_hears_why_decode_takes_no_part(daemons: Daemons, why: str, firs
         legs.append(call(prefill, None, tokens, room=room))
 
     def ask_decode() -> None:
-        with contextlib.suppress(ConfigError, PoolExhausted):
+        if why == "draining":
+            decode.node.drain()
+        with contextlib.suppress(ConfigError, PoolExhausted, LocalProtocolError):
             waiting = call(None, decode, tokens, room=room, at=prefill.rendezvous)
             if why == "left the line":
                 waiting.cancel()
@@ -193,7 +194,7 @@ def test_a_leg_whose_other_half_never_comes_holds_no_blocks_and_expires(daemons:
     waiting = call(None, decode, prompt(2), at=prefill.rendezvous)
     until(lambda: len(prefill.node.statistics()["rooms"]) == 2)
     assert prefill.node.statistics()["blocks"]["used_blocks"] == 0
-    assert "not every decode rank offered" in alone.causes().pop()
+    assert "no decode rank offered" in alone.causes().pop()
     assert "no request came" in waiting.causes().pop()
     until(lambda: idle(prefill, decode))
 
@@ -209,7 +210,7 @@ def test_cancelling_after_the_end_is_harmless(daemons: Daemons) -> None:
 
 def test_bursts_of_cancels_leave_nothing_behind(daemons: Daemons) -> None:
     options = ToyOptions(num_lcm_blocks=40)
-    prefill, decode = daemons.pair(options, bootstrap_timeout_s=1)
+    prefill, decode = daemons.pair(options, bootstrap_timeout_s=1, waiting_timeout_s=60)
     threads = threading.active_count()
     source = random.Random(2)
     for _burst in range(2):
@@ -260,16 +261,42 @@ def test_a_prompt_of_the_whole_pool_is_served_among_small_ones(daemons: Daemons)
     until(lambda: idle(prefill, decode))
 
 
-def test_a_line_that_does_not_move_ends(daemons: Daemons) -> None:
-    prefill, decode = daemons.pair(TIGHT, bootstrap_timeout_s=1)
+def test_who_stands_in_line_outlives_the_wait_for_a_silent_half(daemons: Daemons) -> None:
+    """Both halves are there, so neither fails by the time that one alone would have."""
+    prefill, decode = daemons.pair(TIGHT, bootstrap_timeout_s=1, waiting_timeout_s=60)
     prefill.hold.clear()
-    first = call(prefill, decode, prompt(1, LARGE))
-    second = call(None, decode, prompt(2, LARGE), at=prefill.rendezvous)
-    assert second.decode is not None
-    with pytest.raises(PoolExhausted):
-        second.decode.done.result(PATIENCE_S)
+    calls = [call(prefill, decode, prompt(seed, LARGE)) for seed in range(5)]
+    until(lambda: decode.node.statistics()["rooms"] == {"waiting": 1, "queued": 4})
+    assert "no decode rank offered" in call(prefill, None, prompt(9)).causes().pop()
     prefill.hold.set()
-    assert first.is_right(TIGHT)
+    assert all(running.is_right(TIGHT) for running in calls)
+    until(lambda: idle(prefill, decode))
+
+
+def test_who_stands_in_line_for_a_prefill_that_dies_ends_with_it(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair(TIGHT)
+    prefill.hold.clear()
+    calls = [call(prefill, decode, prompt(seed, LARGE)) for seed in range(3)]
+    until(lambda: decode.node.statistics()["rooms"] == {"waiting": 1, "queued": 2})
+    prefill.node.close()
+    assert all("shutting down" in cause for running in calls for cause in running.causes())
+    until(lambda: idle(decode))
+
+
+def test_a_prefill_that_drains_lets_its_rooms_go_on_and_refuses_others_at_once(daemons: Daemons) -> None:
+    prefill, decode = daemons.pair(TIGHT, bootstrap_timeout_s=60)
+    prefill.hold.clear()
+    begun = [call(prefill, decode, prompt(seed, LARGE)) for seed in range(2)]
+    until(lambda: decode.node.statistics()["rooms"] == {"waiting": 1, "queued": 1})
+    early = call(None, decode, prompt(3, SMALL), at=prefill.rendezvous)
+    until(lambda: prefill.node.statistics()["rooms"]["early"] == 1)
+    prefill.node.drain()
+    assert early.causes() == {"prefill: prefill is draining"}
+    assert call(None, decode, prompt(4, SMALL), at=prefill.rendezvous).causes() == {"prefill is draining"}
+    with pytest.raises(LocalProtocolError, match="takes no requests"):
+        call(prefill, None, prompt(5, SMALL))
+    prefill.hold.set()
+    assert all(running.is_right(TIGHT) for running in begun)
 
 
 def test_a_line_that_is_full_takes_no_more(daemons: Daemons) -> None:

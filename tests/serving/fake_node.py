@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from pdplane.api import DecodeRequest, Finished, FirstToken, PrefillRequest, Token
-from pdplane.errors import Cause, LocalProtocolError, RoomFailed
+from pdplane.errors import Cause, LocalProtocolError, RoomFailed, Why
 from pdplane.toy.engine import ToyTokenizer
 
 PATIENCE_S = 20
@@ -44,6 +44,7 @@ class FakeNode:
         self.hangs: str | None = None
         self.tokenizer = ToyTokenizer()
         self.legs: queue.Queue[Leg] = queue.Queue()
+        self.refused: list[tuple[Any, Why]] = []
         self.script: Callable[[Leg], None] | None = None
         self.extra: dict[str, Any] = {}
         self.counts: dict[str, Any] = {"rooms": {"opened": 2, "waiting": 3}, "threads": 4, "name": "fake"}
@@ -73,6 +74,9 @@ class FakeNode:
 
     def decode(self, request: DecodeRequest, on_token: Callable[[Token], None]) -> Leg:
         return self._begin(Leg(request, on_token))
+
+    def refuse(self, request: PrefillRequest | DecodeRequest, why: Why) -> None:
+        self.refused.append((request, why))
 
     def next_leg(self) -> Leg:
         return self.legs.get(timeout=PATIENCE_S)

@@ -243,11 +243,19 @@ def test_closing_the_server_cancels_every_leg(http: HttpThread, node: FakeNode, 
     lines.close()
 
 
-def test_a_node_that_is_not_ready_takes_nothing(node: FakeNode, decode: Endpoint) -> None:
+def test_a_node_that_drains_tells_the_other_half_of_what_it_refuses(node: FakeNode, decode: Endpoint) -> None:
     node.ready = False
     answer = ask(decode, "POST", "/generate", generate())
     assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
     assert node.legs.empty()
+    ((request, why),) = node.refused
+    assert (request.room, request.tokens, why.cause) == (7, tuple(b"hello"), Cause.CLOSING)
+
+
+def test_a_node_that_has_not_started_reads_nothing(node: FakeNode, decode: Endpoint) -> None:
+    node.ready = node.alive = False
+    assert ask(decode, "POST", "/generate", generate()).status == 503
+    assert not node.refused
 
 
 def test_decode_needs_to_know_its_prefill(decode: Endpoint) -> None:

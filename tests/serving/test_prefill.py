@@ -85,10 +85,12 @@ def test_a_client_that_leaves_a_stream_cancels_its_leg(node: FakeNode, prefill: 
     assert "closed the connection" in node.next_leg().cancelled()
 
 
-def test_a_node_that_is_not_ready_takes_nothing(node: FakeNode, prefill: Endpoint) -> None:
+def test_a_node_that_drains_tells_the_other_half_of_what_it_refuses(node: FakeNode, prefill: Endpoint) -> None:
     node.ready = False
     assert ask(prefill, "POST", "/generate", generate()).status == 503
     assert node.legs.empty()
+    ((request, why),) = node.refused
+    assert (request.room, why.cause) == (7, Cause.CLOSING)
 
 
 def test_streams_of_many_rooms(node: FakeNode, prefill: Endpoint) -> None:
