@@ -284,7 +284,7 @@ def test_who_stands_in_line_for_a_prefill_that_dies_ends_with_it(daemons: Daemon
 
 
 def test_a_prefill_that_drains_lets_its_rooms_go_on_and_refuses_others_at_once(daemons: Daemons) -> None:
-    prefill, decode = daemons.pair(TIGHT, bootstrap_timeout_s=60)
+    prefill, decode = daemons.pair(TIGHT, bootstrap_timeout_s=60, waiting_timeout_s=60)
     prefill.hold.clear()
     begun = [call(prefill, decode, prompt(seed, LARGE)) for seed in range(2)]
     until(lambda: decode.node.statistics()["rooms"] == {"waiting": 1, "queued": 1})
