@@ -1,8 +1,9 @@
 """A link between two network namespaces: `python -m tests.faults.relay NAMESPACE NAMESPACE`.
 
 Each namespace gets an interface `pd0`; what one sends the other receives, after a delay, at a rate, without the packets
-that are lost. Lines of JSON on standard input change that: `delay` (seconds), `loss` (share), `rate` (bytes a second),
-`cut` (nothing passes), `nat` (an address that the second side knows the first one by: [outside, inside]).
+that are lost. Lines of JSON on standard input change that: `delay` and `jitter` (seconds; packets overtake each
+other), `loss` and `twice` (shares of the packets), `rate` (bytes a second), `cut` (nothing passes), `nat` (an address
+that the second side knows the first one by: [outside, inside]).
 """
 
 from __future__ import annotations
@@ -74,7 +75,15 @@ class Link:
         self._under_way: list[tuple[float, int, int, bytes]] = []
         self._numbers = itertools.count()
         self._free = [0.0, 0.0]
-        self.how: dict[str, Any] = {"delay": 0.0, "loss": 0.0, "rate": 1e9, "cut": False, "nat": None}
+        self.how: dict[str, Any] = {
+            "delay": 0.0,
+            "jitter": 0.0,
+            "loss": 0.0,
+            "twice": 0.0,
+            "rate": 1e9,
+            "cut": False,
+            "nat": None,
+        }
 
     def take(self, side: int) -> None:
         """Take one packet from a side."""
@@ -87,8 +96,9 @@ class Link:
             change = (12, inside, outside) if side == 0 else (16, outside, inside)
             packet = readdressed(packet, *change)
         self._free[side] = start + len(packet) / self.how["rate"]
-        due = self._free[side] + self.how["delay"]
-        heapq.heappush(self._under_way, (due, next(self._numbers), 1 - side, packet))
+        for _copy in range(2 if self._chance.random() < self.how["twice"] else 1):
+            due = self._free[side] + self.how["delay"] + self._chance.random() * self.how["jitter"]
+            heapq.heappush(self._under_way, (due, next(self._numbers), 1 - side, packet))
 
     def give(self) -> float:
         """Deliver what is due; return how long the next packet has time."""

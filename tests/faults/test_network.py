@@ -105,7 +105,7 @@ def is_right(told: subprocess.CompletedProcess[str], prompt: str = PROMPT, token
 
 
 def test_a_link_with_delay_and_loss_costs_time_and_nothing_else(hosts: TwoHosts) -> None:
-    hosts.now(delay=0.02, loss=0.02)
+    hosts.now(delay=0.02, loss=0.02, twice=0.02, jitter=0.01)
     with (
         Daemon("prefill", "--host", "10.77.0.1", "--insecure", before=at(HERE)) as prefill,
         Daemon("decode", "--host", "10.77.0.2", "--insecure", before=at(THERE)) as decode,

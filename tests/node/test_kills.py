@@ -76,6 +76,59 @@ def test_decode_is_killed(daemons: Daemons, arrow: str) -> None:
         until(lambda: prefill.node.statistics()["sessions"]["sessions"] == 1)
 
 
+@pytest.mark.parametrize("arrow", ["offered", "computing"])
+def test_prefill_is_stopped_and_goes_on(daemons: Daemons, arrow: str) -> None:
+    decode = daemons.decode(**ALERT)
+    with Victim("prefill") as victim:
+        room = new_room()
+        running = call(None, decode, prompt(SEED, LENGTH), at=victim.rendezvous, room=room)
+        if arrow == "offered":
+            until(lambda: rooms(decode) == {"waiting": 1})
+        else:
+            victim.say("hold")
+            victim.say("prefill", room, SEED)
+            victim.hear("windowed")
+        victim.stop()
+        (cause,) = running.causes()
+        assert "prefill" in cause
+        until(lambda: idle(decode), "decode's start values")
+        victim.go_on()  # and what it still pushes into the blocks that it was lent lands nowhere
+        if arrow == "computing":
+            victim.say("go")
+            assert victim.hear("ended") != ["well"]
+        room = new_room()
+        again = call(None, decode, prompt(SEED + 1, LENGTH), at=victim.rendezvous, room=room)
+        victim.say("prefill", room, SEED + 1)
+        assert again.is_right(daemons.options)
+
+
+@pytest.mark.parametrize("arrow", ["offered", "computing"])
+def test_decode_is_stopped_and_goes_on(daemons: Daemons, arrow: str) -> None:
+    prefill = daemons.prefill(**ALERT)
+    with Victim("decode") as victim:
+        room = new_room()
+        prefill.hold.clear()
+        victim.say("decode", room, SEED, prefill.port)
+        until(lambda: bool(rooms(prefill)))
+        running = call(prefill, None, prompt(SEED, LENGTH), room=room) if arrow == "computing" else None
+        if running is not None:
+            until(lambda: rooms(prefill) == {"offered": 1})
+        victim.stop()
+        if running is not None:
+            (cause,) = running.causes()
+            assert "decode" in cause
+        prefill.hold.set()
+        until(lambda: idle(prefill), "prefill's start values")
+        victim.go_on()
+        assert victim.hear("ended") != ["well"]
+        room = new_room()
+        victim.say("decode", room, SEED + 1, prefill.port)
+        again = call(prefill, None, prompt(SEED + 1, LENGTH), room=room)
+        assert again.prefill is not None
+        again.prefill.done.result(10)
+        assert victim.hear("ended") == ["well"]
+
+
 def test_decode_is_killed_while_bytes_are_on_their_way(daemons: Daemons) -> None:
     prefill = daemons.prefill(**ALERT)
     with Victim("decode") as victim:

@@ -10,6 +10,7 @@ step of its request on a line of its own:
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -105,6 +106,14 @@ class Victim:
             if first == word:
                 return rest
         raise AssertionError(f"the victim ended before it said {word!r}")
+
+    def stop(self) -> None:
+        """SIGSTOP: nothing is closed, and nothing is said."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT, after which it does what it was doing."""
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL: no word to anybody, sockets closed by the kernel."""
