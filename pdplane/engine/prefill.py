@@ -23,7 +23,7 @@ from pdplane.engine.tap import OnStep, Tap
 from pdplane.engine.thread import Job, Turns
 from pdplane.engine.untyped import Cache
 
-SHORT_END = 64
+SHORT_END = 128
 """Tokens; for more the output layer, which is computed for each of them, costs more than it saves."""
 
 
@@ -98,7 +98,7 @@ class MlxPrefillEngine(MlxEngine):
             tap.begin(reused)
             tap.end(forward.caches)
         chunks, done = forward.prefill_chunks(prompt, tap.begin, reused), reused
-        while done < len(prompt) - 1 and not self._ends_at_once(len(prompt) - done):
+        while done < len(prompt) - 1 and not self._ends_at_once(len(prompt) - done, reused):
             done = next(chunks)
             tap.end(forward.caches)
             if done < len(prompt) - 1:
@@ -110,15 +110,15 @@ class MlxPrefillEngine(MlxEngine):
             self._caches.keep(prompt, [leaf.kind.take(leaf.find(forward.caches)) for leaf in self._leaves])
         return token
 
-    def _ends_at_once(self, rest: int) -> bool:
-        """Say whether so many last tokens are computed in one step: a short end, while other prompts wait.
+    def _ends_at_once(self, rest: int, reused: int) -> bool:
+        """Say whether so many last tokens are computed in one step: a short end, while others wait or after a reuse.
 
         mlx-lm computes the last token by itself, which reads all weights once more; the bits of the two ways differ as
         those of pieces do. A model with windows or states has more to do at the chunk's end.
         """
         return (
             rest <= SHORT_END
-            and len(self._line) > 0
+            and (reused or len(self._line)) > 0
             and self._caches is not None  # so that all layers have plain rows
             and not self.options.exact
         )
