@@ -193,6 +193,19 @@ def test_a_frame_over_the_limits_is_told_them_and_skipped(header: bytes, payload
         worker.close()
 
 
+def test_each_refusal_is_logged_once(worker: CacheWorker, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as raw:
+                raw.sendall(b"WP30" + struct.pack(">II", 2, 2**32 - 1) + b"{}")
+                _reply(raw)
+            recorded_client(worker, {"cmd": "run_cache", "prefix_hash": "x", "query_ids": [1]}, b"CACHE")
+            recorded_client(worker, {"cmd": "run_text"})
+    said = [record.getMessage() for record in caplog.records]
+    for text in ("allowed are 1073741824", "a cache is refused: prefix_hash", "command 'run_text' failed"):
+        assert sum(text in line for line in said) == 1, (text, said)
+
+
 def test_the_limit_is_told_before_a_payload_comes(worker: CacheWorker) -> None:
     with socket.create_connection((worker.endpoint.host, worker.endpoint.port), 5) as raw:
         raw.sendall(b"WP30" + struct.pack(">II", 2**32 - 1, 2**32 - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Iterator
 
 import attrs
@@ -20,6 +21,8 @@ from pdplane.workers.cache.prefix import PrefixEngine
 from pdplane.workers.cache.worker import CacheWorker
 from pdplane.workers.cache.wp30 import Wp30Client
 from tests.waiting import until
+from tests.workers.test_cache_worker import recorded_client
+from tests.workers.wp30_cases import SERVER
 
 STEP = 16
 PREFIX = [(7 * n) % 300 + 2 for n in range(2 * STEP)]
@@ -182,6 +185,29 @@ def test_many_clients_share_the_model(llama: Worker) -> None:
     for thread in threads:
         thread.join()
     assert found == [wanted] * 8
+
+
+def test_the_recorded_framing_gets_the_recorded_keys_and_the_codecs_bytes(llama: Worker) -> None:
+    """A client in raw socket calls, as the recorded one: a model behind the worker changes no key and no byte."""
+    plain, payloads = {}, {}
+    for codec in ("none", "zlib"):
+        asked = {"cmd": "prefill_cache", "token_ids": PREFIX, "document_id": "d", "codec": codec}
+        plain, payloads[codec] = recorded_client(llama.worker, asked)
+    assert payloads["zlib"] == zlib.compress(payloads["none"])
+    recorded = {case["name"]: case["reply_key_order"] for case in SERVER if "reply_key_order" in case}
+    assert list(plain) == recorded["prefill_cache"]
+    ids = {"query_ids": QUERY, "max_tokens": 2}
+    for name, header, payload in (
+        ("ping", {"cmd": "ping"}, b"abc"),
+        ("run_text", {"cmd": "run_text", "token_ids": PREFIX, "max_tokens": 2}, b""),
+        ("run_cache", {"cmd": "run_cache", "codec": "zlib", **ids}, payloads["zlib"]),
+        ("run_cache_incompatible", {"cmd": "run_cache", "prefix_hash": "other", **ids}, payloads["none"]),
+        ("run_cache_missing_query", {"cmd": "run_cache"}, payloads["none"]),
+        ("unknown", {"cmd": "nope"}, b""),
+    ):
+        reply, rest = recorded_client(llama.worker, header, payload)
+        assert (list(reply), rest) == (recorded[name], b""), name
+        assert reply["payload_bytes"] == len(payload)
 
 
 def test_reply_fields_of_the_real_model(llama: Worker) -> None:

@@ -126,6 +126,7 @@ def _check_as_recorded(recorded: list[Any], reply: tuple[str, dict[str, Any], by
     wanted_kind, wanted_header, nbytes = recorded
     kind, header, payload = reply
     assert (kind, len(payload)) == (wanted_kind, nbytes)
+    assert list(header)[: len(wanted_header)] == list(wanted_header)  # theirs first, in their order; ours behind
     for key, value in wanted_header.items():
         assert header[key] == value or value in ("<host>", "<float>"), key
 
@@ -163,6 +164,33 @@ def test_every_bad_field_is_answered_and_the_connection_lives(bench: Bench) -> N
     assert client.ask("exec", EXEC, ones())[0] == "exec_reply"
     client.close()
     assert bench.worker.statistics().refused_requests == len(BAD_EXECS) + 9
+
+
+def test_results_are_float16_rows_in_pair_order(bench: Bench) -> None:
+    """As recorded peers read them, who name no dtype: swiglu of rows times (expert + 1), one row a pair."""
+    client = bench.hello()
+    rows = (np.arange(16, dtype="<f2") / 16).reshape(2, 8)
+    _, header, payload = client.ask("exec", EXEC, rows.tobytes())
+    client.close()
+    assert list(header) == ["layer", "n", "exec_ms", "ms"]
+    picked = rows.astype(np.float32)[[row for row, _ in EXEC["pairs"]]]
+    scale = np.array([[expert + 1] for _, expert in EXEC["pairs"]], np.float32)
+    gate = picked * scale
+    wanted = gate / (1 + np.exp(-gate)) * gate * scale
+    found = np.frombuffer(payload, "<f2").reshape(3, 8)
+    assert np.allclose(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_each_refusal_is_logged_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        client = bench.connect().finish()
+        assert client.ask("hello", {"proto": "TX2"})[0] == "error"
+        client.close()
+        client = bench.hello()
+        assert client.ask("exec", {**EXEC, "dim": 9}, ones())[0] == "error"
+        client.close()
+    said = [record.message for record in caplog.records]
+    assert [sum(text in line for line in said) for text in ("a coordinator is refused", "exec is refused")] == [1, 1]
 
 
 def test_replies_carry_the_id(bench: Bench) -> None:

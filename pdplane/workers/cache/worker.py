@@ -331,6 +331,7 @@ class CacheWorker:
         if header_bytes <= self._options.limits.header_bytes:
             command, header_bytes = decode_header(line.read(header_bytes)).get("cmd"), 0
         self._count(malformed_frames=1)
+        self._listener.complaints.tell((line.address, "limit"), "wp30: %s sent %s; it is told", line.peer, over)
         recv_ms = _since(began)
         head: dict[str, Json] = {"cmd": command, "recv_ms": recv_ms, "payload_bytes": payload_bytes}
         if self._send(line, Reply({**head, **_failure(over), "server_ms": _since(began)})):
@@ -345,6 +346,8 @@ class CacheWorker:
             reply = self._commands.run(frame, left)
         except IncompatibleCache as error:
             self._count(failed_commands=1)
+            text = "wp30: a cache is refused: %s"
+            self._listener.complaints.tell(error.field, text, error, level=logging.INFO)
             return Reply({**head, "status": "incompatible", "error": str(error)}, timed=False)
         except ConnectionAbortedError:
             self._count(abandoned_commands=1)

@@ -174,8 +174,14 @@ class ExpertWorker:
         with self._lock:
             if self._unproved >= self.options.max_unproved:
                 self._counts["refused_handshakes"] += 1
-                return None
-            self._unproved += 1
+                full = True
+            else:
+                self._unproved += 1
+                full = False
+        if full:
+            text = "tx1: %s is refused: %d others are at their handshake"
+            self.complaints.tell((line.address, "unproved"), text, line.peer, self.options.max_unproved)
+            return None
         try:
             deadline_s = time.monotonic() + self.options.handshake_s
             return Framer.serve(line, self._token, self.options.limits, deadline_s)
@@ -219,6 +225,7 @@ class CoordinatorSession:
             self._read_hello(message)
         except WireError as error:
             self._worker.count(refused_requests=1)
+            self._worker.complaints.tell("hello", "tx1: a coordinator is refused: %s", error.reason)
             self._framer.send("error", {"msg": "bad hello", "code": "bad_hello", "reason": error.reason})
             return False
         bank = self._worker.bank
@@ -249,6 +256,7 @@ class CoordinatorSession:
             kind, header, payload = self._perform(message)
         except WireError as error:
             self._worker.count(refused_requests=1)
+            self._worker.complaints.tell((message.kind, error.field), "tx1: %s is refused: %s", message.kind, error)
             return "error", {**marked, "msg": error.reason, "code": "bad_request", "field": error.field}, b""
         except _Failed as error:
             self._worker.count(refused_requests=1)
