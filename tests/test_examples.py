@@ -69,5 +69,11 @@ def test_two_daemons_answer_a_pair_of_requests() -> None:
     assert first == "the first token is prefill's: True"
 
 
+def test_transformers_continues_in_another_process() -> None:
+    pytest.importorskip("torch", reason="`make vllm-check` runs it, where torch is")
+    assert run("transformers_pair.py")[-1] == "equal to one:  True"
+
+
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"embed.py", "raw_frames.py", "two_daemons.py"}
+    known = {"embed.py", "raw_frames.py", "transformers_pair.py", "two_daemons.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == known

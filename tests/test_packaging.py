@@ -18,7 +18,9 @@ import pytest
 import pdplane
 
 ROOT = Path(__file__).parents[1]
-LOCAL = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+LOCAL = shutil.ignore_patterns(
+    ".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
+)
 
 
 def run(folder: Path, *command: str, path: Path | None = None) -> str:
