@@ -49,7 +49,7 @@ def test_pyright(tmp_path: Path) -> None:
     settings = {
         "typeCheckingMode": "standard",
         "include": [*map(str, EXAMPLES), str(PROGRAM)],
-        "extraPaths": [str(ROOT), str(FAKES)],
+        "extraPaths": [str(ROOT), str(FAKES), str(ROOT / "examples" / "vllm_connector")],
         "pythonVersion": "3.11",
     }
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))

@@ -97,7 +97,8 @@ class Mooncake:
         return both(self, prompt, {"do_remote_decode": True, "transfer_id": transfer}, theirs)
 
 
-KINDS = {"pdplane": Pdplane, "nixl": Nixl, "mooncake": Mooncake}
+Kind = Pdplane | Nixl | Mooncake
+KINDS: dict[str, type[Kind]] = {"pdplane": Pdplane, "nixl": Nixl, "mooncake": Mooncake}
 
 
 def ask(server: Server, prompt: list[int], tokens: int, params: dict[str, Any]) -> tuple[float, dict[str, Any]]:
@@ -124,7 +125,7 @@ def both(
         return prefill.result()[0], first
 
 
-def measure(kind: Pdplane | Nixl | Mooncake, prompt: list[int]) -> dict[str, float]:
+def measure(kind: Kind, prompt: list[int]) -> dict[str, float]:
     before, begun = kind.prefill.cpu_s() + kind.decode.cpu_s(), time.monotonic()
     answered, first = kind.run(prompt)
     cpu = kind.prefill.cpu_s() + kind.decode.cpu_s() - before
@@ -140,7 +141,7 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {}
     with contextlib.ExitStack() as servers:
-        kinds = {name: KINDS[name](options.model) for name in options.kinds.split(",")}
+        kinds: dict[str, Kind] = {name: KINDS[name](options.model) for name in options.kinds.split(",")}
         for kind in kinds.values():
             servers.enter_context(kind.prefill)
             servers.enter_context(kind.decode)
