@@ -139,9 +139,7 @@ class Tap:
 
     def end(self, caches: Sequence[Cache]) -> None:
         """End a chunk: cut what states would lose, and report what it completes and is not reported yet."""
-        passing, self._held = range(self._held, self._holds), self._holds
-        for leaf in self._states:
-            self._pages.cut_passing(leaf, leaf.find(caches), self._blocks, passing, self._length)
+        self._cut_passing(caches)
         if self._goal is None:
             return
         while self._pending:
@@ -154,7 +152,8 @@ class Tap:
 
     def finish(self, caches: Sequence[Cache]) -> None:
         """End the prompt: cut and report the rest."""
-        length = self._length
+        length = self._holds = self._length
+        self._cut_passing(caches)
         rows = range(self._whole(self._done), length)
         for leaf in self._leaves:
             self._pages.cut(leaf, leaf.find(caches), self._blocks, rows)
@@ -162,6 +161,11 @@ class Tap:
         start = {step: self._done if step in streamed or self._pages.has_snapshots else 0 for step in self._steps}
         for steps in _joined(sorted(start), start):
             self._on_step(steps, range(start[steps.start], length))
+
+    def _cut_passing(self, caches: Sequence[Cache]) -> None:
+        passing, self._held = range(self._held, self._holds), self._holds
+        for leaf in self._states:
+            self._pages.cut_passing(leaf, leaf.find(caches), self._blocks, passing, self._length)
 
     def _updated(self, number: int, cache: Cache) -> None:
         if cache.offset != self._goal or number not in self._unseen:

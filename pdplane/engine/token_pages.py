@@ -174,8 +174,7 @@ class TokenPages(Pages):
             _put_rows(bits_of(source)[0], pages, ids, rows.start - self._first_token(leaf, length))
 
     def _cut_state(self, leaf: Leaf, cache: Cache, blocks: Blocks, length: int) -> None:
-        """Copy the last token's rows, and fill the rest of its pages with zeros; the others are there already."""
-        self.cut_passing(leaf, cache, blocks, range(length - 1, length), length)
+        """Fill the rest of the last pages with zeros; a ring's rows are there already."""
         store = self._stores[leaf.layer]
         for pages in store.views.values():
             if rest := length % pages.shape[2]:
