@@ -51,7 +51,7 @@ def test_damage_is_a_wire_error(codec: str) -> None:
 def test_bytes_behind_a_stream_are_refused(codec: str, data: bytes) -> None:
     packed = bytes(encode(codec, data))
     for more in (b"b", packed, bytes(70_000)):
-        with pytest.raises(WireError, match="follow"):
+        with pytest.raises(WireError, match="follow|Unknown frame"):  # after nothing zstd looks for another frame
             decode(codec, packed + more, 1 << 20)
 
 
@@ -73,3 +73,18 @@ def test_a_codec_that_is_not_installed_says_what_to_install(codec: str, monkeypa
     with pytest.raises(ConfigError, match=r"pip install 'pdplane\[zstd\]'"):
         encode(codec, b"a")
     assert bytes(decode("zlib", encode("zlib", b"a"), 1)) == b"a"
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("sizes", [[], [5], [300_000, 0, 7], [1] * 4000])
+def test_frames_of_other_encoders_end_where_they_end(sizes: list[int], *, checksum: bool) -> None:
+    """Streamed frames declare no size, may have checksums and small or empty blocks."""
+    zstandard = pytest.importorskip("zstandard")
+    stream = zstandard.ZstdCompressor(level=3, write_checksum=checksum).compressobj()
+    packed = b"".join(stream.compress(bytes(n)) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK) for n in sizes)
+    packed += stream.flush()
+    assert bytes(decode("zstd", packed, 400_000)) == bytes(sum(sizes))
+    with pytest.raises(WireError, match="follow|Unknown frame"):
+        decode("zstd", packed + b"\0", 400_000)
+    with pytest.raises(WireError, match="cut short"):
+        decode("zstd", packed[:-1], 400_000)

@@ -30,7 +30,8 @@ LOSSLESS = ("none", "zlib", "lz4", "zstd", "bp-zstd")
 
 _LEVEL = 1
 _MAX_WIDTH = 8
-_ZSTD_SLICE = 1024
+_ZSTD_RLE, _ZSTD_CHECKSUM = 1, 4
+_LEAST_BLOCK, _SPARE_BLOCKS = 256, 4096  # bytes of a zstd block on the average; encoders make them of 128 KiB
 
 Buffer = bytes | bytearray | memoryview
 _Untyped: TypeAlias = Any  # the codecs' modules ship no types
@@ -132,28 +133,35 @@ def _encode_zstd(data: Buffer, _width: int) -> Buffer:
 def _decode_zstd(data: Buffer, limit: int) -> Buffer:
     zstandard = _need("zstandard", "zstd")
     try:
-        _checked_size(zstandard.frame_content_size(data), limit)  # -1 when the frame does not declare one
-        found, rest = _expand_zstd(zstandard.ZstdDecompressor().decompressobj(), memoryview(data), limit)
+        declared = _checked_size(zstandard.frame_content_size(data), limit)  # -1 when the frame does not declare one
+        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+            found: bytes = reader.read((limit if declared < 0 else declared) + 1)
+        header = zstandard.frame_header_size(data)
     except zstandard.ZstdError as error:
         raise _damaged("zstd", error) from None
-    return _bounded(found, limit, rest)
+    if declared >= 0 and len(found) != declared:
+        raise _damaged("zstd", "the stream is cut short")
+    if len(found) > limit:
+        return _bounded(found, limit, b"")
+    end = _zstd_end(memoryview(data), header, len(found) // _LEAST_BLOCK + _SPARE_BLOCKS)
+    return _bounded(found, limit, memoryview(data)[end:])
 
 
-def _expand_zstd(stream: _Untyped, data: memoryview, limit: int) -> tuple[bytes, bytes]:
-    """Return a frame's contents, or a little more than `limit` bytes of them, and what follows the frame.
+def _zstd_end(data: memoryview, start: int, most: int) -> int:
+    """Return where a frame ends whose first block header stands at `start`; the decoder does not tell.
 
-    Raises WireError for a frame that is cut short. The input goes in by slices, since a slice expands whole, by 32 MiB
-    at most.
+    Raises WireError for a frame that is cut short, or has more than `most` blocks.
     """
-    parts, nbytes, done = [], 0, 0
-    while not stream.eof:
-        if done >= len(data):
+    for _ in range(most):
+        block = int.from_bytes(data[start : start + 3], "little")
+        start += 3 + (1 if block >> 1 & 3 == _ZSTD_RLE else block >> 3)
+        if block & 1 and data[4] & _ZSTD_CHECKSUM:
+            start += 4
+        if start > len(data):
             raise _damaged("zstd", "the stream is cut short")
-        parts.append(stream.decompress(data[done : done + _ZSTD_SLICE]))
-        done, nbytes = done + _ZSTD_SLICE, nbytes + len(parts[-1])
-        if nbytes > limit:
-            return b"".join(parts), b""
-    return b"".join(parts), bytes(stream.unused_data) or bytes(data[done:])
+        if block & 1:
+            return start
+    raise _damaged("zstd", "its blocks are too small")
 
 
 def _checked_size(declared: int, limit: int) -> int:
@@ -174,7 +182,7 @@ def _decode_planes(data: Buffer, limit: int) -> Buffer:
     return from_planes(_decode_zstd(view[1:], limit), view[0])
 
 
-def _bounded(found: bytes, limit: int, rest: bytes) -> bytes:
+def _bounded(found: bytes, limit: int, rest: Buffer) -> bytes:
     if len(found) > limit:
         raise WireError("payload", f"the payload expands to more than {limit} bytes")
     if rest:
