@@ -192,7 +192,7 @@ def open_contenders(
     names: list[str],
     addresses: Mapping[str, Any],
     arena: Arena,
-    options: TransportOptions,
+    options: Mapping[str, TransportOptions],
     ask: Callable[..., Any],
 ) -> dict[str, Contender]:
     """Return the contenders to measure, by name, in the order given."""
@@ -205,6 +205,7 @@ def open_contenders(
         elif name == "memcpy":
             made[name] = Memcpy(arena)
         else:
-            session = addresses["mooncake" if name == "mooncake" else "pdplane"]
-            made[name] = PlaneContender(name, session, arena, options, ask, addresses["base"])
+            session = addresses[name if name in ("mooncake", "tls") else "pdplane"]
+            scheme = "tcp" if name == "tls" else name
+            made[name] = PlaneContender(scheme, session, arena, options[name], ask, addresses["base"])
     return made

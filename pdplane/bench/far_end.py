@@ -20,6 +20,7 @@ from pdplane.bench.load import Decoding, spinning
 from pdplane.ids import Endpoint, Generation, Room, new_life
 from pdplane.kv.arena import Arena
 from pdplane.net import JsonLines
+from pdplane.security import Tls
 from pdplane.transport.fence import Fence
 from pdplane.transport.registry import Receiver, open_receiver
 from pdplane.transport.reports import Report, TransportOptions
@@ -123,6 +124,7 @@ class FarOptions:
     spins: bool
     peers: tuple[str, ...]
     transport: dict[str, Any]
+    tls: tuple[str, ...] | None
 
     @classmethod
     def read(cls, text: str) -> FarOptions:
@@ -143,6 +145,9 @@ class FarEnd:
         self._fence = Fence(self._arena)
         settings = TransportOptions(**options.transport)
         self.addresses: dict[str, Any] = {"pdplane": self._receive("auto", settings, stack), "base": self._arena.base}
+        if options.tls is not None:
+            encrypted = attrs.evolve(settings, tls=Tls(*options.tls))
+            self.addresses["tls"] = self._receive("tcp", encrypted, stack)
         if "mooncake" in options.peers:
             self.addresses["mooncake"] = self._receive("mooncake", settings, stack)
         for name in RAW_BUFFERS.keys() & options.peers:

@@ -20,6 +20,7 @@ from pdplane.errors import ConfigError, InternalError
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import U64, Copies, merged_copies
 from pdplane.net import JsonLines
+from pdplane.security import Tls
 from pdplane.transport.reports import TransportOptions
 
 GIB = 1 << 30
@@ -41,6 +42,7 @@ class Plan:
     latency_pushes: int
     mlx_arena: bool
     transport: dict[str, Any]
+    tls: tuple[str, ...] | None = None
 
     @property
     def arena_bytes(self) -> int:
@@ -173,6 +175,7 @@ class Measurement:
 
     def _start(self) -> None:
         plan, options = self._plan, TransportOptions(**self._plan.transport)
+        encrypted = attrs.evolve(options, tls=Tls(*plan.tls) if plan.tls else None)
         far = FarOptions(
             plan.arena_bytes,
             plan.mlx_arena,
@@ -180,12 +183,19 @@ class Measurement:
             self._condition == "spin",
             plan.names,
             plan.transport,
+            plan.tls,
         )
         words = [sys.executable, "-m", "pdplane.bench.far_end", json.dumps(attrs.asdict(far))]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._lines = JsonLines(self._process.stdout, self._process.stdin)
         addresses = self._hear()
-        self._contenders = open_contenders(list(plan.names), addresses, self._source, options, self._ask)
+        self._contenders = open_contenders(
+            list(plan.names),
+            addresses,
+            self._source,
+            {name: encrypted if name == "tls" else options for name in plan.names},
+            self._ask,
+        )
 
     def _ask(self, what: str, **fields: object) -> Any:  # noqa: ANN401 - whatever JSON carries
         self._lines.send({"do": what, **fields})

@@ -20,6 +20,7 @@ from pdplane.options import count, size
 from pdplane.transport.framing import XXH3
 
 WAYS = ("tcp", "unix", "pull")
+TLS = "tls"
 PEERS = ("mooncake", "zmq", "raw", "tuned", "memcpy")
 ARRANGEMENTS = ("permuted", "sparse", "adjacent")
 BLOCKS = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
@@ -31,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--transport",
         nargs="+",
-        choices=WAYS,
+        choices=(*WAYS, TLS),
         default=list(WAYS),
         metavar="NAME",
-        help=f"ways to measure (default: {' '.join(WAYS)})",
+        help=f"ways to measure, {TLS} with the files of --tls (default: {' '.join(WAYS)})",
     )
     what.add_argument(
         "--peer",
@@ -102,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--segment-bytes", type=size, metavar="SIZE", help="largest segment (default: the daemons')")
     how.add_argument("--checksum", choices=[XXH3], help="checksum of each segment (default: none)")
+    how.add_argument("--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help=f"files for the way {TLS} (default: none)")
     show = parser.add_argument_group("show")
     show.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     show.add_argument("--plot", metavar="FILE.png", help="file for a drawing; needs the extra plot (default: none)")
@@ -143,6 +145,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     transport: dict[str, Any] = {"streams": args.streams, "socket_buffer_bytes": args.socket_buffer}
     transport |= {"segment_bytes": args.segment_bytes} if args.segment_bytes else {}
     transport |= {"checksum": args.checksum} if args.checksum else {}
+    if (TLS in args.transport) != (args.tls is not None):
+        raise ConfigError(f"--transport {TLS} and --tls CERT KEY CA belong together")
     return Plan(
         names=(*args.transport, *args.peer),
         blocks=tuple(args.block),
@@ -152,6 +156,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         latency_pushes=args.latency_pushes,
         mlx_arena=args.arena == "mlx",
         transport=transport,
+        tls=None if args.tls is None else tuple(args.tls),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from pdplane.bench.far_end import pattern
 from pdplane.cli.main import main
+from tests.certificates import member
 
 SMALL = [
     "bench",
@@ -27,13 +28,17 @@ SMALL = [
 
 
 def test_every_way_and_every_peer_without_extras(capsys: pytest.CaptureFixture[str]) -> None:
-    arrangements = ["permuted", "sparse", "adjacent"]
-    assert main([*SMALL, "--peer", "raw", "tuned", "zmq", "memcpy", "--arrangement", *arrangements, "--json"]) == 0
+    arrangements, tls = ["permuted", "sparse", "adjacent"], member()
+    files = ["--tls", str(tls.cert), str(tls.key), str(tls.ca)]
+    ways = ["--transport", "tcp", "unix", "pull", "tls", *files]
+    assert (
+        main([*SMALL, *ways, "--peer", "raw", "tuned", "zmq", "memcpy", "--arrangement", *arrangements, "--json"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     quiet = found["conditions"]["quiet"]
-    assert quiet["ways"] == {"tcp": "tcp", "unix": "unix", "pull": "pull"}
+    assert quiet["ways"] == {"tcp": "tcp", "unix": "unix", "pull": "pull", "tls": "tls"}
     keys = {(point["name"], point["block"], point["arrangement"]) for point in quiet["points"]}
-    names = ["tcp", "unix", "pull", "raw", "tuned", "zmq", "memcpy"]
+    names = ["tcp", "unix", "pull", "tls", "raw", "tuned", "zmq", "memcpy"]
     assert keys == {(name, block, each) for name in names for block in (4096, 65536) for each in arrangements}
     assert all(point["gib_s"] > 0 and len(point["all_gib_s"]) == 2 for point in quiet["points"])
     assert set(quiet["latency"]) == set(names)
