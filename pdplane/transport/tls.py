@@ -132,55 +132,54 @@ class TlsSocket(DataSocket):
     def _send(self, _descriptor: int, address: int, count: int) -> int:
         """Encrypt and send iovec entries; return how many bytes were taken. Raises BlockingIOError for none.
 
-        OpenSSL wants to be given again what it could not send: the next call begins there, with as many bytes or more.
+        OpenSSL sends one record a call, and wants to be given again what it could not send: the next call begins there,
+        with as many bytes or more.
         """
-        runs = _runs(address, count)
-        moved = index = 0
-        while index < len(runs):
-            chunk, index = self._chunk(runs, index)
-            try:
-                sent = self._tls.send(chunk)
-            except _WANTS:
-                sent = 0
-            moved += sent
-            if sent < len(chunk):
-                break
-        if not moved:
-            raise BlockingIOError
+        runs, moved, index = _runs(address, count), 0, 0
+        try:
+            while index < count:
+                chunk, index = self._chunk(runs, index, count)
+                while chunk:
+                    sent = self._tls.send(chunk)
+                    moved += sent
+                    chunk = chunk[sent:]
+        except _WANTS:
+            if not moved:
+                raise BlockingIOError from None
         return moved
 
-    def _chunk(self, runs: list[tuple[int, int]], index: int) -> tuple[memoryview, int]:
+    def _chunk(self, runs: memoryview, index: int, count: int) -> tuple[memoryview, int]:
         """Return the next long run, or the next short ones gathered, and the index behind them."""
-        address, length = runs[index]
+        length = runs[2 * index + 1]
         if length >= _RECORD_BYTES:
-            return _memory(address, length, _READ), index + 1
+            return _memory(runs[2 * index], length, _READ), index + 1
         done = 0
-        while index < len(runs) and done + runs[index][1] <= _GATHER_BYTES and runs[index][1] < _RECORD_BYTES:
-            address, length = runs[index]
-            self._gathered[done : done + length] = _memory(address, length, _READ)
+        while length < _RECORD_BYTES and done + length <= _GATHER_BYTES:
+            self._gathered[done : done + length] = _memory(runs[2 * index], length, _READ)
             done, index = done + length, index + 1
+            if index == count:
+                break
+            length = runs[2 * index + 1]
         return memoryview(self._gathered)[:done], index
 
     def _receive(self, _descriptor: int, address: int, count: int) -> int:
         """Decrypt into iovec entries what has come; return how many bytes. Raises BlockingIOError for none yet."""
-        moved = 0
-        for start, length in _runs(address, count):
-            view = _memory(start, length, _WRITE)
-            while len(view):
-                try:
+        runs, moved = _runs(address, count), 0
+        try:
+            for index in range(count):
+                view = _memory(runs[2 * index], runs[2 * index + 1], _WRITE)
+                while view:
                     got = self._tls.recv_into(view)
-                except _WANTS:
-                    if not moved:
-                        raise BlockingIOError from None
-                    return moved
-                if not got:
-                    return moved
-                moved += got
-                view = view[got:]
+                    if not got:
+                        return moved
+                    moved += got
+                    view = view[got:]
+        except _WANTS:
+            if not moved:
+                raise BlockingIOError from None
         return moved
 
 
-def _runs(address: int, count: int) -> list[tuple[int, int]]:
-    """Return iovec entries as addresses and lengths."""
-    flat = memoryview(_memory(address, count * iovec.ENTRY_BYTES, _READ)).cast("Q").tolist()
-    return list(zip(flat[::2], flat[1::2], strict=True))
+def _runs(address: int, count: int) -> memoryview:
+    """Return iovec entries: addresses and lengths by turns."""
+    return _memory(address, count * iovec.ENTRY_BYTES, _READ).cast("Q")
