@@ -117,7 +117,12 @@ class StreamReceiver:
         connection = Connection(link, self._reception, greet, self._forget)
         with self._lock:
             self._connections.add(connection)
-        connection.start()
+        try:
+            connection.start()
+        except RuntimeError:  # no thread is left
+            self._forget(connection)
+            link.close()
+            raise
 
     def _link(self, connected: socket.socket) -> DataSocket:
         size = self._options.socket_buffer_bytes

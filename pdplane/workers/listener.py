@@ -269,7 +269,13 @@ class Listener:
         self.accepted += 1
         with self._lock:
             self._lines[thread] = line
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no thread is left
+            with self._lock:
+                del self._lines[thread]
+            line.close()
+            raise
 
     def _make_place(self, host: str) -> bool:
         """Return whether one more may connect, after ending one that makes place."""

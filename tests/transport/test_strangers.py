@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import sys
+import threading
 from pathlib import Path
 
 import attrs
@@ -21,7 +22,7 @@ from pdplane.transport.framing import HEADER_BYTES, FrameKind, Header, decode_he
 from pdplane.transport.greeting import GreetingKind, encode
 from pdplane.transport.reports import Connected, ConnectFailed, Pushed, TransportOptions
 from tests.sockets import name_two_addresses, sends_at_once
-from tests.transport.ends import DECODE_LIFE, Decode, Ends, push, random_arena, u64, whole
+from tests.transport.ends import DECODE_LIFE, PATIENCE_S, Decode, Ends, push, random_arena, u64, whole
 from tests.transport.stranger import stranger
 
 SEGMENT = Header(FrameKind.SEGMENT, 0, Room(7), Generation(1), 0, count=2, nbytes=32, last=True)
@@ -226,3 +227,19 @@ def _sockets() -> set[int]:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 found.add(int(name))
     return found
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "tls"])
+def test_a_connection_for_which_there_is_no_thread_is_closed_and_forgotten(scheme: str) -> None:
+    ends = Ends(scheme)
+    decode = ends.decode(64)
+    before = threading.stack_size(1 << 46)  # more than any address space has, so that no thread can start
+    try:
+        with socket.create_connection(("127.0.0.1", decode.receiver.endpoint.port), PATIENCE_S) as client:
+            assert client.recv(1) == b""
+    finally:
+        threading.stack_size(before)
+    assert decode.receiver.snapshot().half_open == 0
+    assert decode.receiver.trouble() is None
+    assert ends.sender(decode, random_arena(64))[1].wait(Connected)
+    ends.close()
