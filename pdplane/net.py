@@ -19,7 +19,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import NoReturn, Protocol, TypeAlias, TypeVar
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import attrs
 
@@ -28,6 +29,7 @@ from pdplane.ids import Endpoint
 
 HELD_UP_S = 0.25  # who wakes so much later than asked was stopped, or kept from the interpreter: no peer's fault
 _BACKLOG = 512
+_LOOK_UP_STEP_S = 0.05
 _EXHAUSTED_PAUSE_MS = 200  # out of descriptors: the connection stays in the backlog, and `poll` would spin
 
 
@@ -178,6 +180,89 @@ class Pulse:
             return f"the thread {self._name} has ended"
         late_s = time.monotonic() - self._at
         return f"the thread {self._name} hangs: no turn for {late_s:.0f} s" if late_s > self._allowed_s else None
+
+
+# ---- Names to addresses
+
+
+AddressInfo: TypeAlias = tuple[int, int, int, str, tuple[Any, ...]]
+"""An entry of `socket.getaddrinfo`: family, kind, protocol, canonical name, address."""
+
+
+class Names:
+    """Looks host names up on threads of their own, so many at one time; no wait is longer than it may be, and no exit.
+
+    Everything that connects does so by this: libzmq and asyncio would look a name up where they serve everybody, and a
+    name server that is silent would stop them.
+    """
+
+    def __init__(self, limit: int = 16) -> None:
+        self._free = threading.BoundedSemaphore(limit)
+
+    def begin(self, host: str, port: int) -> Future[Sequence[AddressInfo]]:
+        """Begin to look up; an address has its answer at once. The future may raise OSError."""
+        answer: Future[Sequence[AddressInfo]] = Future()
+        try:
+            answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
+        except (OSError, ValueError):
+            self._begin(host, port, answer)
+        return answer
+
+    def find(
+        self, host: str, port: int, timeout_s: float, *, is_over: Callable[[], bool] = lambda: False
+    ) -> Sequence[AddressInfo]:
+        """Return the addresses, some of which may not answer. Raises OSError, at the latest after `timeout_s`."""
+        answer, deadline_s = self.begin(host, port), time.monotonic() + timeout_s
+        while True:
+            try:
+                return answer.result(min(_LOOK_UP_STEP_S, max(0.0, deadline_s - time.monotonic())))
+            except TimeoutError:
+                if is_over():
+                    raise ConnectionAbortedError(f"the look-up of {host} was given up") from None
+                if time.monotonic() >= deadline_s:
+                    raise OSError(f"no name server answered for {host} in {timeout_s:g} s") from None
+
+    def connect(self, host: str, port: int, timeout_s: float) -> socket.socket:
+        """Return a connection to the first address that answers. Raises OSError, at the latest after `timeout_s`."""
+        deadline_s, failure = time.monotonic() + timeout_s, OSError(f"{host} has no address")
+        for family, kind, protocol, _, address in self.find(host, port, timeout_s):
+            connecting = socket.socket(family, kind, protocol)
+            try:
+                connecting.settimeout(max(0.001, deadline_s - time.monotonic()))
+                connecting.connect(address)
+            except OSError as error:
+                connecting.close()
+                failure = error
+            else:
+                return connecting
+        raise failure
+
+    def _begin(self, host: str, port: int, answer: Future[Sequence[AddressInfo]]) -> None:
+        if not self._free.acquire(blocking=False):
+            answer.set_exception(OSError(f"too many host names are being looked up to look up {host}"))
+            return
+        looking = threading.Thread(target=self._look, args=(host, port, answer), name="look-up", daemon=True)
+        try:
+            looking.start()
+        except RuntimeError as error:
+            self._free.release()
+            answer.set_exception(OSError(f"cannot look up {host}: {error}"))
+
+    def _look(self, host: str, port: int, answer: Future[Sequence[AddressInfo]]) -> None:
+        found: Sequence[AddressInfo] = ()
+        failure: OSError | None = None
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, ValueError) as error:  # ValueError: a text that is no name, such as an empty label
+            failure = OSError(f"{host!r} is no known host name: {error}")
+        finally:
+            self._free.release()
+        with contextlib.suppress(InvalidStateError):  # who asked has left
+            answer.set_result(found) if failure is None else answer.set_exception(failure)
+
+
+NAMES = Names()
+"""For names that an operator or a client chose. Those of registrations have limits of their own."""
 
 
 # ---- How many may connect, and what is written of peers that are wrong

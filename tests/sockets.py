@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -36,3 +37,19 @@ def name_two_addresses(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         return [found for each in hosts for found in look_up(each, *args, **named)]
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
+
+
+def silent_name_server(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let no name that ends in .test have an answer, which is 127.0.0.1, before the event is set."""
+    look_up, answers = socket.getaddrinfo, threading.Event()
+
+    def answer(host: str, *args: Any, **named: Any) -> list[Any]:  # noqa: ANN401  (whatever look-ups take)
+        if not host.endswith(".test"):
+            return look_up(host, *args, **named)
+        if named.get("flags", 0) & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "no number")
+        answers.wait()
+        return look_up("127.0.0.1", *args, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    return answers

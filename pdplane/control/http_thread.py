@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp import web
+from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
 from pdplane.control.http_connections import ConnectionBounds, HttpConnections, default_places
 from pdplane.errors import InternalError, LocalProtocolError
 from pdplane.ids import Endpoint
-from pdplane.net import IDLE_TURN_S, Pulse, listen
+from pdplane.net import IDLE_TURN_S, NAMES, Pulse, listen
 from pdplane.security import Tls
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,26 @@ class _ServerLog(logging.LoggerAdapter[logging.Logger]):
 
 def _one_line(error: HttpProcessingError) -> str:
     return " ".join(f"{type(error).__name__}: {error.message}".split())[:200]
+
+
+class _Resolver(AbstractResolver):
+    """Looks names up where neither the loop's work nor the process's end waits for a silent name server."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        found = await asyncio.wrap_future(NAMES.begin(host, port))
+        return [
+            ResolveResult(
+                hostname=host, host=str(address[0]), port=port, family=kind, proto=protocol,
+                flags=int(socket.AI_NUMERICHOST),
+            )
+            for kind, _, protocol, _, address in found
+            if family in (socket.AF_UNSPEC, kind)
+        ]  # fmt: skip
+
+    async def close(self) -> None:
+        """Keep nothing that could be closed."""
 
 
 class HttpThread:
@@ -136,7 +157,8 @@ class HttpThread:
     def session(self) -> aiohttp.ClientSession:
         """Return the one client session; for coroutines on this loop only."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=256, limit_per_host=64))
+            connector = aiohttp.TCPConnector(limit=256, limit_per_host=64, resolver=_Resolver())
+            self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -8,8 +8,10 @@ Rules: docs/legacy_wire.md sections 1, 3, 5, 6 and 11.
 
 from __future__ import annotations
 
+import socket
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Generic, TypeAlias, TypeVar
 
 import attrs
@@ -30,9 +32,11 @@ from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.machine import events
 from pdplane.machine.actions import DecodeAction, Offer, Send, Tell
 from pdplane.messages import Ping, Preallocation, Refused, Registered, Registration, Status, Window, legacy_identity
+from pdplane.net import AddressInfo, Names
 
 MAX_PEERS = 4096
 MAX_SOCKETS = 256
+MAX_WAITING = 1000  # statuses, while one name is looked up
 _RECONNECT_MS = 5000  # at most between two attempts; a dead peer must not cost much
 
 _Key = TypeVar("_Key")
@@ -82,11 +86,27 @@ def reply_host(host: str) -> str:
     return name
 
 
+@attrs.define(eq=False)
+class _Way:
+    """The connection to one address for statuses, which wait while its name is looked up."""
+
+    push: Intake
+    waiting: list[tuple[bytes, list[bytes]]] | None = None
+
+
+Do: TypeAlias = Callable[[Callable[[], Iterable[events.PrefillEvent]]], None]
+"""Do something on the thread of the channel's owner, which takes the events that it causes."""
+
+
 class LegacyPrefillChannel:
     """A prefill rank's end; used on the reactor's thread only, except `bind` and `close`."""
 
     def __init__(
-        self, rejected: Counter[str], connections: Connections | None = None, reading: Reading | None = None
+        self,
+        rejected: Counter[str],
+        connections: Connections | None = None,
+        reading: Reading | None = None,
+        do: Do = lambda work: None,
     ) -> None:
         self._rejected = rejected
         self._connections, self._reading = connections or Connections(rejected), reading or Reading()
@@ -94,7 +114,8 @@ class LegacyPrefillChannel:
         self._pull: Intake | None = None
         self._identities: Latest[SessionId, bytes] = Latest(MAX_PEERS)
         self._addresses: Latest[bytes, Endpoint] = Latest(2 * MAX_PEERS)
-        self._pushes: Latest[Endpoint, Intake] = Latest(MAX_SOCKETS)
+        self._ways: Latest[Endpoint, _Way] = Latest(MAX_SOCKETS)
+        self._names, self._do = Names(), do
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -135,11 +156,17 @@ class LegacyPrefillChannel:
         if address is None or not isinstance(send.message, Status):
             return [events.Undeliverable(send.identity)]
         try:
-            send_frames(self._push(address), wire.encode_status(send.message))
-        except zmq.ZMQError as error:  # a full queue, a host that is no address, no sockets left
+            way = self._way(address)
+            if way.waiting is None:
+                send_frames(way.push.socket, wire.encode_status(send.message))
+            elif len(way.waiting) < MAX_WAITING:
+                way.waiting.append((send.identity, wire.encode_status(send.message)))
+            else:
+                return [events.Undeliverable(send.identity)]
+        except zmq.ZMQError as error:  # a full queue, no sockets left
             reason = zmq.strerror(error.errno or 0)
             self._complain(address, "no status reaches the legacy decode at %s: %s", address, reason)
-            self._drop(self._pushes.pop(address))
+            self._drop(self._ways.pop(address))
             return [events.Undeliverable(send.identity)]
         return []
 
@@ -151,8 +178,8 @@ class LegacyPrefillChannel:
     def close(self) -> None:
         if self._pull is not None:
             self._pull.close()
-        for push in self._pushes.clear():
-            push.close()
+        for way in self._ways.clear():
+            way.push.close()
 
     def _registration(self, frames: Sequence[bytes]) -> events.PrefillEvent:
         route = wire.decode_route(frames)  # without an address for answers nothing of it is kept
@@ -170,25 +197,57 @@ class LegacyPrefillChannel:
             return []
         return [self._reading.preallocation(identity, frames)]
 
-    def _push(self, address: Endpoint) -> zmq.Socket[bytes]:
-        push = self._pushes.get(address)
-        if push is None:
+    def _way(self, address: Endpoint) -> _Way:
+        way = self._ways.get(address)
+        if way is None:
             assert self._context is not None, "bind first"
-            push = self._connections.watch(f"channel to {address}", self._context.socket(zmq.PUSH))
-            push.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
-            for old in self._pushes.put(address, push):
+            way = _Way(self._connections.watch(f"channel to {address}", self._context.socket(zmq.PUSH)))
+            way.push.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
+            for old in self._ways.put(address, way):
                 self._drop(old)
-            push.socket.connect(address.url("tcp"))
-        return push.socket
+            self._connect(address, way)
+        return way
+
+    def _connect(self, address: Endpoint, way: _Way) -> None:
+        """Connect to a number; libzmq would look a name up on the thread that serves all its sockets."""
+        looked_up = self._names.begin(address.host, address.port)
+        if looked_up.done() and looked_up.exception() is None:
+            way.push.socket.connect(_ipv4_first(looked_up.result()).url("tcp"))
+            return
+        way.waiting = []
+        looked_up.add_done_callback(lambda done: self._do(lambda: self._found(address, way, done)))
+
+    def _found(
+        self, address: Endpoint, way: _Way, looked_up: Future[Sequence[AddressInfo]]
+    ) -> Iterable[events.PrefillEvent]:
+        """Connect and send what waits, or return that it cannot be sent."""
+        waiting, way.waiting = way.waiting or [], None
+        if self._ways.get(address) is not way:  # it was dropped meanwhile, to make place
+            return [events.Undeliverable(identity) for identity, _ in waiting]
+        try:
+            way.push.socket.connect(_ipv4_first(looked_up.result()).url("tcp"))
+            for _, frames in waiting:
+                send_frames(way.push.socket, frames)
+        except (OSError, zmq.ZMQError) as error:
+            self._complain(address, "no status reaches the legacy decode at %s: %s", address, error)
+            self._drop(self._ways.pop(address))
+            return [events.Undeliverable(identity) for identity, _ in waiting]
+        return []
 
     def _complain(self, address: Endpoint | None, text: str, *values: object) -> None:
         """Write a line, of each host one a minute: which port and session it names costs it nothing."""
         self._connections.complaints.tell((text, address and address.host), text, *values)
 
     @staticmethod
-    def _drop(push: Intake | None) -> None:
-        if push is not None:
-            push.close()
+    def _drop(way: _Way | None) -> None:
+        if way is not None:
+            way.push.close()
+
+
+def _ipv4_first(found: Sequence[AddressInfo]) -> Endpoint:
+    """Return the address to try: legacy peers have IPv6 turned off."""
+    *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return Endpoint(str(address[0]), int(address[1]))
 
 
 def _reason(refused: Refused) -> str:

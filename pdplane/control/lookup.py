@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping
@@ -43,7 +42,7 @@ from pdplane.control.rendezvous import (
 from pdplane.errors import LocalProtocolError, RendezvousError, WireError
 from pdplane.ids import Endpoint, Life, Rank, Room
 from pdplane.kv.copies import dp_group
-from pdplane.net import HELD_UP_S, JsonValue, parse_json
+from pdplane.net import HELD_UP_S, NAMES, JsonValue, parse_json
 from pdplane.security import Secret
 from pdplane.wire.frames import MAX_LAYOUT
 
@@ -168,13 +167,10 @@ async def find_address(host: str, port: int, timeout_s: float) -> str:
 
 
 async def _addresses(host: str, port: int, timeout_s: float) -> list[str]:
-    loop = asyncio.get_running_loop()
     try:
-        found = await asyncio.wait_for(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), timeout_s)
+        found = await asyncio.wait_for(asyncio.wrap_future(NAMES.begin(host, port)), timeout_s)
     except TimeoutError:
         raise OSError(f"no name server answered for {host} in {timeout_s:g} s") from None
-    except (socket.gaierror, ValueError) as error:  # ValueError: a text that is no name
-        raise OSError(f"{host!r} is no known host name: {error}") from None
     return [str(entry[4][0]) for entry in found][:_ADDRESSES]
 
 

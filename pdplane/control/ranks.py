@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 from pdplane.errors import ConfigError, WireError
 from pdplane.ids import Endpoint
-from pdplane.net import Complaints, Json, JsonLines, json_line, listen
+from pdplane.net import NAMES, Complaints, Json, JsonLines, json_line, listen
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class RankListener:
 def connect_rank(address: Endpoint, word: str, rank: int) -> RankLink:
     """Return the link to rank 0. Raises ConfigError."""
     try:
-        connected = socket.create_connection((address.host, address.port), _MEETING_S)
+        connected = NAMES.connect(address.host, address.port, _MEETING_S)
         connected.sendall(json_line([word, rank]))
     except OSError as error:
         raise ConfigError(f"rank 0 cannot be reached at {address}: {error.strerror or error}") from error

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
 import zmq
@@ -78,8 +78,8 @@ class Source(Protocol[Event_co]):
 
 
 @attrs.frozen
-class _Question:
-    answer: Callable[[], None]
+class _Work:
+    do: Callable[[], Iterable[Any]]
 
 
 class Reactor(Generic[Event, Action]):
@@ -103,7 +103,7 @@ class Reactor(Generic[Event, Action]):
         stalled_s: float = STALLED_S,
     ) -> None:
         self._name, self._machine, self._perform, self._broken = name, machine, perform, broken
-        self._posted: deque[Event | _Question | None] = deque()
+        self._posted: deque[Event | _Work | None] = deque()
         self._sources: dict[zmq.Socket[bytes], Source[Event]] = {}
         self._poller = zmq.Poller()
         self._wakeup: Wakeup | None = None
@@ -127,6 +127,11 @@ class Reactor(Generic[Event, Action]):
         self._posted.append(event)
         self._wake_up()
 
+    def do(self, work: Callable[[], Iterable[Event]]) -> None:
+        """Do something on the reactor's thread, and feed the events that it causes; never blocks."""
+        self._posted.append(_Work(work))
+        self._wake_up()
+
     def ask(self, question: Callable[[], T], timeout_s: float = 5.0) -> T:
         """Return the answer to a question that is asked on the reactor's thread, where the machine may be read.
 
@@ -135,8 +140,12 @@ class Reactor(Generic[Event, Action]):
         if self.is_current:  # a callback asks, and waiting for itself would never end
             return question()
         answer: Future[T] = Future()
-        self._posted.append(_Question(lambda: answer.set_result(question())))
-        self._wake_up()
+
+        def put() -> Iterable[Event]:
+            answer.set_result(question())
+            return ()
+
+        self.do(put)
         try:
             return answer.result(timeout_s if self.alive else 0)
         except TimeoutError:
@@ -221,8 +230,9 @@ class Reactor(Generic[Event, Action]):
             event = self._posted.popleft()
             if event is None:
                 return False
-            if isinstance(event, _Question):
-                event.answer()
+            if isinstance(event, _Work):
+                for caused in event.do():
+                    self._feed(caused)
             else:
                 self._feed(event)
         return True

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import socket
 
 import attrs
 
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
-from pdplane.net import as_endpoint
+from pdplane.net import NAMES, as_endpoint
 from pdplane.security import Secret
 from pdplane.transport.registry import is_one_sided
 from pdplane.transport.reports import TransportOptions
@@ -18,6 +17,7 @@ from pdplane.transport.reports import TransportOptions
 logger = logging.getLogger(__name__)
 
 DEFAULT_BOOTSTRAP_PORT = 8998
+_LOOK_UP_S = 5.0
 _WILDCARDS = ("0.0.0.0", "::")
 
 
@@ -195,7 +195,7 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         pass
     try:
-        found = socket.getaddrinfo(host, None)
+        found = NAMES.find(host, 0, _LOOK_UP_S)
     except OSError:
         return False
     return all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found)

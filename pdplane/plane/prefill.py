@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pdplane import wire
@@ -58,7 +58,7 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
         self._connections = Connections(self._rejected)
         common = self._rejected, self._connections, Reading(self._may_offer, wire.encode_layout(layout))
         self._router = RouterChannel(*common, curve)
-        self._legacy = LegacyPrefillChannel(*common) if config.speaks_legacy else None
+        self._legacy = LegacyPrefillChannel(*common, self._do) if config.speaks_legacy else None
         self._context: Context | None = None
         self._announcer: Announcer | None = None
         self._control: Endpoint | None = None
@@ -164,6 +164,10 @@ class PrefillPlane(PlaneLife[events.PrefillEvent, actions.PrefillAction, Prefill
 
     def _channel_of(self, identity: bytes) -> RouterChannel | LegacyPrefillChannel:
         return self._legacy if self._legacy is not None and is_legacy(identity) else self._router
+
+    def _do(self, work: Callable[[], Iterable[events.PrefillEvent]]) -> None:
+        if self._reactor is not None:
+            self._reactor.do(work)
 
     def _may_offer(self, identity: bytes, session: SessionId) -> bool:
         assert isinstance(self._machine, PrefillMachine)

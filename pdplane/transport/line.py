@@ -21,7 +21,7 @@ from pdplane.errors import WireError
 from pdplane.ids import Endpoint
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
-from pdplane.net import HELD_UP_S, Wakeup
+from pdplane.net import HELD_UP_S, Names, Wakeup
 from pdplane.transport import vector as iovec
 from pdplane.transport.framing import (
     FROM_RECEIVER,
@@ -49,6 +49,8 @@ from pdplane.transport.pull import Nonce, allow_tracer, can_pull, peer_credentia
 from pdplane.transport.reports import TransportOptions
 from pdplane.transport.unix_socket import address_of
 
+_names = Names()
+
 _Address: TypeAlias = tuple[Any, ...] | str  # of an internet socket, of a Unix socket
 
 
@@ -64,7 +66,8 @@ class Dial:
         """Try each address of the peer in turn, all within one deadline. Raises OSError."""
         deadline_s = time.monotonic() + self.timeout_s
         failure: OSError = OSError(f"{peer.host} has no address")
-        for family, kind, protocol, _, address in _addresses(peer):
+        found = _names.find(peer.host, peer.port, self.timeout_s, is_over=self.is_down)
+        for family, kind, protocol, _, address in found:
             try:
                 return self._connect(socket.socket(family, kind, protocol), address, str(peer), deadline_s)
             except OSError as error:
@@ -76,13 +79,14 @@ class Dial:
         candidate = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         return self._connect(candidate, address_of(path), path, time.monotonic() + self.timeout_s)
 
-    def probe(self, peer: Endpoint, within_s: float) -> str:
-        """Connect and close again to see that somebody accepts there; return our address. Raises OSError."""
+    def probe(self, peer: Endpoint, within_s: float) -> tuple[str, Endpoint]:
+        """Connect and close again to see that somebody accepts there; return our address and its. Raises OSError."""
         with self.tcp(peer) as connected:
             connected.shutdown(socket.SHUT_WR)
             if code := self._wait(connected, select.POLLIN, time.monotonic() + within_s):
                 raise OSError(code, f"{peer} accepts and stays silent: {os.strerror(code)}")
-            return str(connected.getsockname()[0])
+            there = connected.getpeername()
+            return str(connected.getsockname()[0]), Endpoint(str(there[0]), int(there[1]))
 
     def _connect(self, candidate: socket.socket, address: _Address, name: str, deadline_s: float) -> socket.socket:
         try:
@@ -113,13 +117,6 @@ class Dial:
                 return errno.ETIMEDOUT
             self.wakeup.clear()  # a submitted push; it waits in its queue
         return errno.ECONNABORTED
-
-
-def _addresses(peer: Endpoint) -> list[tuple[Any, ...]]:
-    try:
-        return list(socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM))
-    except ValueError:  # a text that is no name, such as an empty label
-        raise OSError(f"{peer.host!r} is no host name") from None
 
 
 # ---- Connected stream sockets, TCP or Unix, with bounded waits

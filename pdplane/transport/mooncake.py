@@ -212,7 +212,9 @@ class MooncakeLine:
 
     def open(self) -> Accepted:
         """Shake hands with the session's engine; the life in the answer is empty, since no engine names one."""
-        host = self._probe()  # ours, which names the engine in its handshakes
+        host, there = self._probe()  # ours names the engine in its handshakes
+        # The engine would look a name up in the middle of a write, for as long as that takes.
+        self._session = SessionId(str(there))
         try:
             shared = _engines.acquire(host, self._session, self._arena, self._options)
         except ConfigError as wrong:
@@ -283,11 +285,11 @@ class MooncakeLine:
             _engines.release(self._shared)
             self._shared = None
 
-    def _probe(self) -> str:
+    def _probe(self) -> tuple[str, Endpoint]:
         """Connect without the engine first, which a silent peer (a stopped process) would hold up with all its
         sessions.
 
-        The peer has as long as for a write; its engine may log an incomplete handshake. Returns our own address.
+        The peer has as long as for a write; its engine may log an incomplete handshake. Returns our address and its.
         """
         wakeup = Wakeup()
         with self._changed:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint
-from pdplane.net import Acceptor, Complaints, first_to_go, listen, plain
+from pdplane.net import NAMES, Acceptor, Complaints, first_to_go, listen, plain
 
 _SCRATCH_BYTES = 1 << 18
 _CHUNK_BYTES = 4 << 20  # one system call at most, so that the stall limit is a limit on progress
@@ -50,10 +50,7 @@ class BoundedSocket:
     @classmethod
     def connect(cls, peer: Endpoint, timeout_s: float, stall_s: float) -> BoundedSocket:
         """Connect within `timeout_s`. Raises OSError."""
-        try:
-            return cls(socket.create_connection((peer.host, peer.port), timeout_s), str(peer), stall_s)
-        except UnicodeError:
-            raise OSError(f"{peer.host!r} is no host name") from None
+        return cls(NAMES.connect(peer.host, peer.port, timeout_s), str(peer), stall_s)
 
     @contextlib.contextmanager
     def deadline(self, deadline_s: float) -> Iterator[None]:

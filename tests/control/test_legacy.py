@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import zmq
@@ -17,16 +18,25 @@ from pdplane.machine import events
 from pdplane.machine.actions import Send
 from pdplane.messages import Refused, Registration, Status, StatusCode
 from tests.samples import two_group_layout
+from tests.sockets import silent_name_server
 from tests.waiting import PATIENCE_S
 
 LAYOUT = wire.encode_layout(two_group_layout())
 STATUS = Status(Room(7), StatusCode.FAILED, Rank(0))
+OTHER = Status(Room(8), StatusCode.FAILED, Rank(0))
+Work = Callable[[], Iterable[events.PrefillEvent]]
 
 
 @pytest.fixture
-def channel() -> Iterator[LegacyPrefillChannel]:
+def work() -> queue.Queue[Work]:
+    """What the channel asks its owner to do."""
+    return queue.Queue()
+
+
+@pytest.fixture
+def channel(work: queue.Queue[Work]) -> Iterator[LegacyPrefillChannel]:
     context = open_context()
-    made = LegacyPrefillChannel(Counter())
+    made = LegacyPrefillChannel(Counter(), do=work.put)
     made.bind(context, Endpoint("127.0.0.1", 0))
     yield made
     made.close()
@@ -50,9 +60,28 @@ def test_a_status_goes_to_the_way_back(channel: LegacyPrefillChannel) -> None:
         assert pull.recv_multipart() == [b"7", b"0", b"0", b"-1", b"", b"0", b""]
 
 
-def test_a_way_back_that_is_none_loses_the_peer(channel: LegacyPrefillChannel) -> None:
+def test_a_way_back_that_is_none_loses_the_peer(channel: LegacyPrefillChannel, work: queue.Queue[Work]) -> None:
     identity = registered(channel, "no host", 9)
-    assert channel.send(Send(identity, STATUS)) == [events.Undeliverable(identity)]
+    assert channel.send(Send(identity, STATUS)) == []
+    assert list(work.get(timeout=PATIENCE_S)()) == [events.Undeliverable(identity)]
+
+
+def test_a_silent_name_server_holds_up_its_names_only(
+    channel: LegacyPrefillChannel, work: queue.Queue[Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = silent_name_server(monkeypatch)
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull:
+        port = pull.bind_to_random_port("tcp://127.0.0.1")
+        named, numbered = registered(channel, "slow.test", port), registered(channel, "127.0.0.1", port)
+        assert channel.send(Send(named, STATUS)) == channel.send(Send(numbered, OTHER)) == []
+        assert pull.poll(PATIENCE_S * 1000)
+        assert pull.recv_multipart()[0] == b"8"
+        for number in range(100):  # as many names that are never answered
+            channel.send(Send(registered(channel, f"slow{number}.test", port), STATUS))
+        answers.set()
+        while not pull.poll(0):
+            list(work.get(timeout=PATIENCE_S)())
+        assert pull.recv_multipart()[0] == b"7"
 
 
 def test_a_peer_that_was_never_heard_cannot_be_told(channel: LegacyPrefillChannel) -> None:
