@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 N = TypeVar("N", bound=Node, covariant=True)
 
 INSTALL_MLX = "the MLX engine is not installed: pip install 'pdplane[mlx]'"
-_MLX_DESCRIPTORS = 4096
 _LOOK_S = 0.1
 
 
@@ -143,14 +142,20 @@ def mlx_needed(blas: str = AUTO) -> Iterator[None]:
         raise ConfigError(INSTALL_MLX)
     use_blas(blas)
     try:
-        yield
+        with _limits_kept():
+            yield
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("mlx", "mlx_lm"):
             raise
         raise ConfigError(INSTALL_MLX) from error
-    except ValueError as error:
-        _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if isinstance(error, ConfigError) or not 0 <= hard < _MLX_DESCRIPTORS:
-            raise
-        text = f"the hard limit of open files is {hard}, and mlx-lm asks for {_MLX_DESCRIPTORS}: ulimit -Hn raises it"
-        raise ConfigError(text) from error
+
+
+@contextmanager
+def _limits_kept() -> Iterator[None]:
+    """Keep the limits of open files: mlx-lm lowers both when it is imported, and a process cannot raise them again."""
+    set_limit = resource.setrlimit
+    resource.setrlimit = lambda _which, _limits: None
+    try:
+        yield
+    finally:
+        resource.setrlimit = set_limit

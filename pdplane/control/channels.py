@@ -133,7 +133,7 @@ class Reading:
         self._may_offer = may_offer
         self._longest = MAX_LAYOUT if layout is None else 4 * len(layout) + 4096
 
-    def registration(self, identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
+    def registration(self, identity: bytes, frames: Sequence[bytes], address: str = "") -> events.PrefillEvent:
         """Return the machine's event for a registration, accepted or rejected."""
         try:
             registration = wire.decode_registration(frames)
@@ -143,8 +143,8 @@ class Reading:
                 route = wire.decode_route(frames)
             except WireError:
                 route = None
-            return events.RegistrationRejected(identity, route, wrong.field, str(wrong))
-        return events.RegistrationReceived(identity, registration, layout)
+            return events.RegistrationRejected(identity, route, wrong.field, str(wrong), address)
+        return events.RegistrationReceived(identity, registration, layout, address)
 
     def preallocation(self, identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
         """Return a pre-allocation as the machine's event; raise WireError when room or session cannot be read."""
@@ -227,11 +227,16 @@ class RouterChannel:
         if self._intake is not None:
             self._intake.close()
 
+    @property
+    def _address(self) -> str:
+        assert self._intake is not None, "bind first"
+        return self._intake.address
+
     def _read(self, identity: bytes, frames: Sequence[bytes]) -> events.PrefillEvent:
         if wire.is_notice(frames):
-            return events.NoticeReceived(identity, wire.decode_notice(frames))
+            return events.NoticeReceived(identity, wire.decode_notice(frames), self._address)
         if wire.is_registration(frames):
-            return self._reading.registration(identity, frames)
+            return self._reading.registration(identity, frames, self._address)
         return self._reading.preallocation(identity, frames)
 
 

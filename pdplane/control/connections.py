@@ -54,16 +54,13 @@ class _Link:
 
     descriptor: int
     peer: tuple[object, ...]
+    address: str
     heard: float
     taken: int = 0  # bytes of the messages that were received from it
     unread: int = 0
     partial: int = 0  # of `unread`, what was no whole message at the look before
     mark: tuple[int, int, int] = (-1, 0, 0)  # at the look before: `taken`, `unread`, messages of the socket
     ended: bool = False
-
-    @property
-    def address(self) -> str:
-        return plain(str(self.peer[0]))
 
 
 class Comings:
@@ -91,6 +88,8 @@ class Intake:
         self.name, self.socket, self._table, self._told = name, owned, table, told
         self.links: dict[int, _Link] = {}
         self.messages = 0
+        self.address = ""
+        """Where the last message came from."""
         self._discarding = False
         self.monitor: zmq.Socket[bytes] = owned.get_monitor_socket(zmq.EVENT_ALL)
 
@@ -192,13 +191,15 @@ class Intake:
     def _count(self, descriptor: int, nbytes: int) -> None:
         self.messages += 1
         if (link := self._link(descriptor)) is not None:
+            self.address = link.address
             link.taken += nbytes
             link.heard = time.monotonic()
 
     def _made(self, descriptor: int, *, accepted: bool) -> None:
         now = time.monotonic()
         with contextlib.suppress(OSError), _borrowed(descriptor) as connection:  # it may be over already
-            link = self.links[descriptor] = _Link(descriptor, connection.getpeername(), now)
+            peer = connection.getpeername()
+            link = self.links[descriptor] = _Link(descriptor, peer, plain(str(peer[0])), now)
             if accepted and self._table.banned.get(link.address, 0.0) > now:
                 self.end(descriptor, "another one of this address was ended a moment ago")
             else:

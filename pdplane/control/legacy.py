@@ -187,7 +187,7 @@ class LegacyPrefillChannel:
         identity = legacy_identity(route)
         self._identities.put(route.session, identity)
         self._addresses.put(identity, Endpoint(route.host, route.port))
-        return self._reading.registration(identity, frames)
+        return self._reading.registration(identity, frames, self._pull.address if self._pull else "")
 
     def _preallocation(self, frames: Sequence[bytes]) -> list[events.PrefillEvent]:
         _, session = wire.preallocation_route(frames)

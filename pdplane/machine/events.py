@@ -51,10 +51,11 @@ class RoomCancelled:
 
 @attrs.frozen
 class NoticeReceived:
-    """A notice of a native decode rank."""
+    """A notice of a native decode rank; `address` is where its connection comes from."""
 
     identity: bytes
     notice: Notice
+    address: str = ""
 
 
 @attrs.frozen
@@ -64,6 +65,7 @@ class RegistrationReceived:
     identity: bytes
     registration: Registration
     layout: Layout
+    address: str = ""
 
 
 @attrs.frozen
@@ -74,6 +76,7 @@ class RegistrationRejected:
     route: Route | None
     field: str
     reason: str
+    address: str = ""
 
 
 @attrs.frozen

@@ -101,7 +101,7 @@ class PrefillMachine:
 
     @_on.register
     def _(self, event: events.NoticeReceived, turn: PrefillTurn) -> None:
-        peer = self._sessions.hear(turn, event.identity, native=True)
+        peer = self._sessions.hear(turn, event.identity, native=True, address=event.address)
         if peer is None:
             return
         match event.notice:
@@ -212,7 +212,9 @@ class PrefillMachine:
     @_on.register
     def _(self, event: events.PushEnded, turn: PrefillTurn) -> None:
         failure = None
-        if event.text is not None:
+        if event.text is None:
+            self._sessions.proved(event.session)
+        else:
             failure = Why(Cause.TRANSFER, f"push to {event.session} failed: {event.text}")
         self._rooms.push_ended(turn, event.push, failure)
 
@@ -322,6 +324,8 @@ class PrefillMachine:
         if conflict := room.prompt_conflict():
             self._rooms.break_(turn, room, conflict)
         elif room.state is PrefillState.OPENED and room.is_complete:
+            for offer in room.offers.values():
+                self._sessions.use(turn, offer.session)
             self._rooms.move(turn, room, PrefillMove.COMPLETED)
 
     def _unknown_session(self, turn: PrefillTurn, identity: bytes, room: Room, session: SessionId) -> None:

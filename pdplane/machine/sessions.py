@@ -36,6 +36,7 @@ from pdplane.messages import (
     Window,
     is_legacy,
 )
+from pdplane.net import first_to_go
 
 # A session belongs to whoever answers at its address: a native peer is bound only after the life that its `hello` named
 # has answered on the data connection to that address.
@@ -45,6 +46,7 @@ from pdplane.messages import (
 
 
 _ABSENT = "absent"
+MAX_CHECKS = 64  # registrations whose address is being asked which life answers: each has a thread and a connection
 
 
 def compare_fingerprints(ours: Fingerprint, theirs: Fingerprint, *, exact: bool) -> None:
@@ -65,6 +67,8 @@ class DecodePeer:
 
     identity: bytes
     heard: float
+    address: str = ""
+    used: bool = False  # bytes of a room arrived there: it is no stranger who only holds a place
     native: bool = False
     hello: Hello | None = None
     session: SessionId | None = None
@@ -86,6 +90,7 @@ class Session:
     life: Life
     layout: Layout
     route: RankRoute
+    opened: bool = False  # its data connection was asked for
 
     @property
     def id(self) -> SessionId:
@@ -151,14 +156,14 @@ class Sessions:
 
     # ---- what peers say
 
-    def hear(self, turn: PrefillTurn, identity: bytes, *, native: bool = False) -> DecodePeer | None:
+    def hear(self, turn: PrefillTurn, identity: bytes, *, native: bool = False, address: str = "") -> DecodePeer | None:
         """Return the peer behind this connection, new or known; None when there are too many peers."""
         peer = self._peers.get(identity)
         if peer is None:
             if len(self._peers) >= self._settings.max_peers and not self._evict(turn):
                 self._rejected["too_many_peers"] += 1
                 return None
-            peer = self._peers[identity] = DecodePeer(identity, turn.now)
+            peer = self._peers[identity] = DecodePeer(identity, turn.now, address)
         peer.native = peer.native or native
         peer.heard = turn.now
         if contender := self._contending.pop(identity, None):
@@ -191,7 +196,7 @@ class Sessions:
 
     def register(self, turn: PrefillTurn, event: RegistrationReceived) -> list[Session]:
         """Start or finish a registration; return the sessions that it replaced."""
-        peer = self.hear(turn, event.identity)
+        peer = self.hear(turn, event.identity, address=event.address)
         known = self.owner(event.identity, event.registration.session)
         if peer is None:
             return []
@@ -210,12 +215,22 @@ class Sessions:
         if session.life:
             self._check(turn, peer, session)
             return []
-        replaced = self._bind(turn, session)
-        if (
-            not session.route.dummy
-        ):  # the answering life is unknown, but the first room need not wait for the connection
+        return self._bind(turn, session)
+
+    def use(self, turn: PrefillTurn, session: Session) -> None:
+        """Open the data connection of a peer without `hello` that a room needs, so that its first push need not wait.
+
+        Not before: a registration says where we connect to, and anybody can send one.
+        """
+        if not (session.opened or session.life or session.route.dummy):
+            session.opened = True
             turn.add(OpenData(session.id, session.life, session.registration.arena_base))
-        return replaced
+
+    def proved(self, session_id: SessionId) -> None:
+        """Note that bytes of a room arrived at the session's address."""
+        bound = self._bound.get(session_id)
+        if bound is not None and (peer := self._peers.get(bound.identity)):
+            peer.used = True
 
     def _holder(self, session: Session) -> Session | None:
         """Return the other connection that holds the session, unless the newcomer is a new life: that takes it over."""
@@ -245,8 +260,19 @@ class Sessions:
         self._drop_checks(turn, session.identity, but=key)
         peer.session = session.id
         asked, self._checking[key] = key in self._checking, session
+        if len(self._checking) > MAX_CHECKS:
+            self._give_up_check(turn)
         if not asked:
             turn.add(OpenData(*key, session.registration.arena_base))
+
+    def _give_up_check(self, turn: PrefillTurn) -> None:
+        """Refuse the registration that has waited longest for its address to answer."""
+        key = next(iter(self._checking))
+        oldest = self._checking.pop(key)
+        turn.add(CloseData(*key))
+        if peer := self._peers.get(oldest.identity):
+            text = "too many other registrations wait for an answer"
+            self._refuse(turn, peer, Refused(oldest.id, "data address", "reachable", text, Cause.UNREACHABLE))
 
     def _drop_checks(self, turn: PrefillTurn, identity: bytes, but: tuple[SessionId, Life] | None = None) -> None:
         for key in [key for key, session in self._checking.items() if session.identity == identity and key != but]:
@@ -256,7 +282,7 @@ class Sessions:
 
     def reject(self, turn: PrefillTurn, event: RegistrationRejected) -> list[Session]:
         """Refuse what cannot be read; return the session that a legacy peer lost by it."""
-        peer = self.hear(turn, event.identity)
+        peer = self.hear(turn, event.identity, address=event.address)
         self._rejected["registration"] += 1
         if peer is None or event.route is None:
             return []
@@ -337,14 +363,17 @@ class Sessions:
         return gone
 
     def _evict(self, turn: PrefillTurn) -> bool:
-        """Make place by forgetting the peer that was silent for longest: one without a session, else a legacy one.
+        """Make place by forgetting a peer that no room was pushed to, else a legacy one; return False without such.
 
-        Return False when there is none of either.
+        Of the address with the most it is one without a session, else the one that was silent for longest.
         """
         peers = self._peers.values()
-        idle = [peer for peer in peers if peer.session is None] or [peer for peer in peers if is_legacy(peer.identity)]
+        idle = [peer for peer in peers if not peer.used] or [peer for peer in peers if is_legacy(peer.identity)]
         if idle:
-            self.evicted += self.lose(turn, min(idle, key=lambda peer: peer.heard).identity)
+            goes = first_to_go(
+                idle, lambda peer: peer.address, lambda peer: (peer.session is not None, bool(peer.life), peer.heard)
+            )
+            self.evicted += self.lose(turn, goes.identity)
         return bool(idle)
 
     def _patience(self, peer: DecodePeer) -> float:

@@ -82,11 +82,11 @@ class Dial:
     def probe(self, peer: Endpoint, within_s: float) -> tuple[str, Endpoint]:
         """Connect and close again to see that somebody accepts there; return our address and its. Raises OSError."""
         with self.tcp(peer) as connected:
+            here, there = connected.getsockname(), connected.getpeername()
             connected.shutdown(socket.SHUT_WR)
             if code := self._wait(connected, select.POLLIN, time.monotonic() + within_s):
                 raise OSError(code, f"{peer} accepts and stays silent: {os.strerror(code)}")
-            there = connected.getpeername()
-            return str(connected.getsockname()[0]), Endpoint(str(there[0]), int(there[1]))
+            return str(here[0]), Endpoint(str(there[0]), int(there[1]))
 
     def _connect(self, candidate: socket.socket, address: _Address, name: str, deadline_s: float) -> socket.socket:
         try:

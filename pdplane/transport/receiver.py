@@ -273,7 +273,12 @@ class Connection:
         reception: Reception,
         greet: Callable[[DataSocket, float], Greeted],
         forget: Callable[[Connection], None],
+        address: str = "",
     ) -> None:
+        self.address, self.since = address, time.monotonic()
+        self.landed = False
+        """A segment came through it: its sender is no stranger who only holds a place."""
+        self.gives_way = False
         self._link, self._reception, self._greet, self._forget = link, reception, greet, forget
         self._options = reception.options
         self.greeted: Greeted | None = None
@@ -295,6 +300,11 @@ class Connection:
 
     def start(self) -> None:
         self._thread.start()
+
+    def give_way(self) -> None:
+        """End, so that another one has place."""
+        self.gives_way = True
+        self.stop("it makes place for another one")
 
     def stop(self, cause: str) -> None:
         """Ask the connection to end."""
@@ -363,6 +373,7 @@ class Connection:
                 answer = landing.abandon(header)
             else:
                 answer = self._land(landing, header, greeted.memory)
+            self.landed = True
             if answer is not None:
                 self._link.write(encode_header(answer), time.monotonic() + self._options.send_timeout_s)
 

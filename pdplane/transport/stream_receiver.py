@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -15,16 +16,18 @@ import attrs
 
 from pdplane.errors import LocalProtocolError, WireError
 from pdplane.ids import Endpoint, Life, SessionId
-from pdplane.net import Acceptor, listen
+from pdplane.net import Acceptor, Complaints, first_to_go, listen, plain
 from pdplane.security import Secret
 from pdplane.transport.fence import Fence
-from pdplane.transport.greeting import PULL, UNIX, Attach, decode_attach, encode_attached
+from pdplane.transport.greeting import PULL, UNIX, Attach, GreetingKind, decode_attach, encode, encode_attached
 from pdplane.transport.line import DataSocket
 from pdplane.transport.pull import PeerMemory
 from pdplane.transport.receiver import HALF_OPEN, Connection, Greeted, ReceiverSnapshot, Reception
 from pdplane.transport.reports import OnReport, TransportOptions
 from pdplane.transport.tls import TlsSocket
 from pdplane.transport.unix_socket import UnixListener, open_unix_listener
+
+logger = logging.getLogger(__name__)
 
 
 class StreamReceiver:
@@ -51,6 +54,7 @@ class StreamReceiver:
         self._acceptor: Acceptor | None = None
         self._unix: UnixListener | None = None
         self._context: ssl.SSLContext | None = None
+        self._complaints = Complaints(logger)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -100,13 +104,10 @@ class StreamReceiver:
     def _exhausted(self) -> None:
         self._reception.count("out_of_descriptors")
 
-    def _admit(self, connected: socket.socket, _address: object) -> None:
-        with self._lock:
-            half_open = sum(connection.half_open for connection in self._connections)
-            full = len(self._connections) >= self._options.max_connections or half_open >= self._options.max_half_open
-        if full or self._reception.closing:
-            self._reception.count("refused_connections")
-            connected.close()
+    def _admit(self, connected: socket.socket, address: object) -> None:
+        host = plain(str(address[0])) if isinstance(address, tuple) else ""
+        if self._reception.closing or not self._make_place(host):
+            self._refuse(connected, host)
             return
         try:
             link = self._link(connected)
@@ -114,7 +115,7 @@ class StreamReceiver:
             connected.close()
             return
         greet = self._greet_attached if connected.family == socket.AF_UNIX else self._greet
-        connection = Connection(link, self._reception, greet, self._forget)
+        connection = Connection(link, self._reception, greet, self._forget, host)
         with self._lock:
             self._connections.add(connection)
         try:
@@ -129,6 +130,36 @@ class StreamReceiver:
         if self._context is None or connected.family == socket.AF_UNIX:
             return DataSocket(connected, size)
         return TlsSocket(connected, size, self._context, server_side=True)
+
+    def _make_place(self, host: str) -> bool:
+        """Return whether one more may connect, after ending one that makes place.
+
+        That is one which has not finished its greeting, the oldest of the address with the most; else one of another
+        address that no segment came through yet.
+        """
+        with self._lock:
+            open_now = [connection for connection in self._connections if not connection.gives_way]
+        half_open = [connection for connection in open_now if connection.half_open]
+        if len(open_now) < self._options.max_connections and len(half_open) < self._options.max_half_open:
+            return True
+        idle = half_open or [each for each in open_now if not each.landed and each.address != host]
+        if not idle:
+            return False
+        goes = first_to_go(idle, lambda each: each.address, lambda each: (each.since,))
+        self._complaints.tell((goes.address, "place"), "a data connection of %s makes place for others", goes.address)
+        self._reception.count("refused_connections")
+        goes.give_way()
+        return True
+
+    def _refuse(self, connected: socket.socket, host: str) -> None:
+        self._reception.count("refused_connections")
+        if not self._reception.closing:
+            self._complaints.tell((host, "full"), "a data connection of %s is refused: there are too many", host)
+        with contextlib.suppress(OSError):
+            connected.settimeout(0)
+            if self._context is None:
+                connected.send(encode(GreetingKind.REFUSED, "there are too many data connections"))
+        connected.close()
 
     def _greet(self, link: DataSocket, deadline_s: float) -> Greeted:
         """Exchange the messages over TCP, up to the sender's proof. Raises WireError or OSError."""

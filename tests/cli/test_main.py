@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -113,14 +111,12 @@ def test_a_missing_engine_says_what_to_install() -> None:
         assert ended.stderr.strip() == f"pdplane {role}: the MLX engine is not installed: pip install 'pdplane[mlx]'"
 
 
-def test_too_few_descriptors_for_mlx_are_one_line() -> None:
-    words = [sys.executable, "-m", "pdplane.cli.main", "layout", "--model", "tiny:llama"]
-    if os.geteuid() == 0:  # who may raise its own limit has no such trouble
-        if not (setpriv := shutil.which("setpriv")):
-            pytest.skip("setpriv is not installed, and root may raise every limit")
-        words = [setpriv, "--bounding-set", "-sys_resource", *words]
-    few = ["sh", "-c", 'ulimit -Sn 256; ulimit -Hn 1024; exec "$@"', "sh", *words]
+def test_mlx_leaves_the_limits_of_open_files_alone() -> None:
+    """Also where mlx-lm cannot have what it asks for."""
+    code = (
+        "import resource; from pdplane.cli.main import main; main(['layout', '--model', 'tiny:llama']);"
+        "print('limits', *resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    few = ["sh", "-c", 'ulimit -Sn 256; ulimit -Hn 1024; exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(few, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "the hard limit of open files is 1024" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stdout.splitlines()[-1] == "limits 256 1024", done.stderr

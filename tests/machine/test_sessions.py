@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from pdplane.errors import Cause
-from pdplane.ids import Generation
+from pdplane.ids import Generation, SessionId
 from pdplane.machine import events
 from pdplane.machine.actions import CancelPush, CloseData, OpenData, PrefillSettings, Release, Send
+from pdplane.machine.sessions import MAX_CHECKS
 from pdplane.messages import Fingerprint, Hello, Ping, Refused, Registered, Window
 from tests.machine.asked import registered_prefill, seen, told, windowed
 from tests.machine.said import NEW_LIFE, ROOM, connected, hello, offer, push, registration, request
 from tests.machine.witness import (
     DECODE_LIFE,
+    LAYOUT,
     ME,
     OTHER,
     PREFILL_LIFE,
     RAW,
+    REGISTRATION,
     SESSION,
     PrefillWitness,
 )
@@ -142,3 +146,36 @@ def test_strangers_are_forgotten_before_sessions(prefill: PrefillWitness) -> Non
     for number in range(50):
         few.handle(events.NoticeReceived(b"%d" % number, Window(ROOM, Generation(1), "")))
     assert few.machine.counts().sessions == {"peers": 3, "sessions": 1, "checking": 0}
+
+
+def of(identity: bytes, address: str) -> events.RegistrationReceived:
+    """A registration of a session of its own."""
+    mine = attrs.evolve(REGISTRATION, session=SessionId(f"{identity.decode()}:9"))
+    return events.RegistrationReceived(identity, mine, LAYOUT, address)
+
+
+def test_junk_of_one_address_keeps_no_other_out() -> None:
+    few = PrefillWitness(PrefillSettings(max_peers=8))
+    few.handle(of(b"good", "10.0.0.1"))
+    for number in range(50):
+        few.now += 0.1
+        few.handle(of(b"junk%d" % number, "10.0.0.66"))
+    few.handle(of(b"late", "10.0.0.2"))
+    for number in range(50, 100):
+        few.handle(of(b"junk%d" % number, "10.0.0.66"))
+    for identity in (b"good", b"late"):
+        assert few.machine.may_offer(identity, SessionId(f"{identity.decode()}:9"))
+    assert few.machine.counts().sessions["peers"] == 8
+
+
+def test_registrations_that_wait_for_an_answer_are_bounded() -> None:
+    """Each has a thread and a connection to an address of its sender's choice."""
+    prefill = PrefillWitness()
+    asked: list[object] = []
+    for number in range(MAX_CHECKS + 10):
+        identity = b"peer%d" % number
+        asked += prefill.handle(hello(identity), of(identity, "10.0.0.66"))
+    assert prefill.machine.counts().sessions["checking"] == MAX_CHECKS
+    assert sum(isinstance(action, CloseData) for action in asked) == 10
+    refused = [action for action in asked if isinstance(action, Send) and isinstance(action.message, Refused)]
+    assert [send.identity for send in refused] == [b"peer%d" % number for number in range(10)]
