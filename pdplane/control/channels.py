@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Never, TypeAlias
@@ -243,6 +244,12 @@ class RouterChannel:
 # ---- The native control channel on a decode rank: one DEALER for each prefill rank that it needs
 
 
+_SILENT_S = 5.0  # for a connection that nobody accepts or refuses
+_STEP_S = 0.25  # a longer pause between two looks was ours
+_HANDSHAKE_REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_OTHER_SECRET = "one side has a secret that the other has not (--secret-file)"
+
+
 class DealerChannel:
     """A decode rank's end: the connection to one life of one prefill rank."""
 
@@ -257,6 +264,11 @@ class DealerChannel:
         self._channel, self._session, self._rejected, self._curve = channel, session, rejected, curve
         self._connections = connections
         self._intake: Intake | None = None
+        self._endpoint = channel.bootstrap
+        self._stood = self._over = False  # the connection stood once; its obstacle was told
+        self._obstacle: str | None = None
+        self._looked_at = time.monotonic()
+        self._waited_s = 0.0
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -265,8 +277,8 @@ class DealerChannel:
 
     def connect(self, context: Context, endpoint: Endpoint) -> None:
         """Begin to connect; messages sent meanwhile are queued."""
-        connecting = context.socket(zmq.DEALER)
-        self._intake = self._connections.watch(f"channel to {endpoint}", connecting)
+        connecting, self._endpoint = context.socket(zmq.DEALER), endpoint
+        self._intake = self._connections.watch(f"channel to {endpoint}", connecting, self._told)
         # Unguessable and never used twice: two owners of one identity would steal each other's messages.
         connecting.setsockopt(zmq.IDENTITY, new_life().encode("ascii"))
         if self._curve is not None:
@@ -284,6 +296,32 @@ class DealerChannel:
         except WireError as wrong:
             self._rejected[f"wire_{wrong.kind}"] += 1
             return []
+
+    def obstacle(self, unreachable_s: float) -> Why | None:
+        """Return once why the connection does not come to stand, None while it may or did; asked again and again."""
+        now = time.monotonic()
+        self._waited_s += min(_STEP_S, now - self._looked_at)
+        self._looked_at = now
+        refused = self._obstacle == _OTHER_SECRET
+        patience_s = 0.0 if refused else unreachable_s if self._obstacle else max(unreachable_s, _SILENT_S)
+        if self._stood or self._over or self._waited_s < patience_s:
+            return None
+        self._over = True
+        channel, what = self._channel, self._obstacle or f"nothing there answers a connection in {patience_s:g} s"
+        text = f"no control connection to prefill rank {channel.prefill_rank} at {self._endpoint}: {what}"
+        text += f"; that is the address which its rendezvous at {channel.bootstrap} names"
+        return Why(Cause.REFUSED if refused else Cause.UNREACHABLE, text)
+
+    def _told(self, event: int, _value: int) -> None:
+        """Learn from libzmq what becomes of the connection."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._stood = True
+        elif event & _HANDSHAKE_REFUSED or self._obstacle == _OTHER_SECRET:
+            self._obstacle = _OTHER_SECRET  # also if one end closes before it hears why in later tries
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._obstacle = "it ends each handshake: it has another secret (--secret-file), or is no pdplane"
+        elif event == zmq.EVENT_CLOSED:
+            self._obstacle = "nobody accepts connections there"
 
     def send(self, action: Tell | Offer) -> None:
         """Queue one message, or count it as undeliverable: a peer whose queue is full is about to be lost."""
@@ -308,8 +346,15 @@ class DealerChannel:
 class Dealers:
     """Every channel of one decode rank; used on the reactor's thread only, except `open` and `close`."""
 
-    def __init__(self, rejected: Counter[str], curve: Curve | None, connections: Connections | None = None) -> None:
+    def __init__(
+        self,
+        rejected: Counter[str],
+        curve: Curve | None,
+        connections: Connections | None = None,
+        unreachable_s: float = 1.5,
+    ) -> None:
         self._rejected, self._curve, self._connections = rejected, curve, connections or Connections(rejected)
+        self._unreachable_s = unreachable_s
         self._context: Context | None = None
         self._reactor: Reactor[events.DecodeEvent, DecodeAction] | None = None
         self._channels: dict[events.Channel, DealerChannel] = {}
@@ -331,6 +376,14 @@ class Dealers:
         self._channels[channel] = dealer
         self._reactor.watch(dealer)
         return []
+
+    def tend(self, now: float) -> float:
+        """Look after the connections, tell of those that do not come to stand; return when the next look is due."""
+        due = self._connections.tend(now)
+        for channel, dealer in self._channels.items():
+            if self._reactor is not None and (why := dealer.obstacle(self._unreachable_s)):
+                self._reactor.post(events.ChannelBroken(channel, why))
+        return due
 
     def disconnect(self, channel: events.Channel) -> None:
         dealer = self._channels.pop(channel, None)

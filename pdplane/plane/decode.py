@@ -65,8 +65,8 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
         self._receiver = self._receivers[0]
         options = LookUpOptions(config.patience_s, config.unreachable_timeout_s, unproved=config.legacy is True)
         self._look_up = RendezvousClient(self._http, options, config.secret)
-        self._connections = connections = Connections(self._rejected)
-        self._dealers = Dealers(self._rejected, Curve(config.secret) if config.secret else None, connections)
+        connections, curve = Connections(self._rejected), Curve(config.secret) if config.secret else None
+        self._dealers = Dealers(self._rejected, curve, connections, config.unreachable_timeout_s)
         self._legacy = LegacyPrefills(self._rejected, self._probe, connections) if config.speaks_legacy else None
 
     def _make_receiver(self, scheme: str, port: int) -> Receiver:
@@ -262,7 +262,7 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
         self._machine = DecodeMachine(_settings(config), self.layout, self.life, registration, self._fingerprint)
         _check_words(registration, Hello("1", self.life, self._fingerprint))
         reactor = self._reactor = Reactor(
-            "pdplane-decode", self._machine, self._perform, self._broke, self._connections.tend
+            "pdplane-decode", self._machine, self._perform, self._broke, self._dealers.tend
         )
         self._dealers.open(reactor)
         if self._legacy:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,13 +14,15 @@ import pytest
 import zmq
 
 from pdplane import wire
-from pdplane.control.channels import Dealers, Reading, RouterChannel, open_context
+from pdplane.control import channels
+from pdplane.control.channels import Curve, Dealers, Reading, RouterChannel, open_context
 from pdplane.control.reactor import Reactor
 from pdplane.errors import Cause, ConfigError, Why
 from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId, new_life
 from pdplane.kv.manifest import Manifest
 from pdplane.machine import actions, events
 from pdplane.messages import Drain, Failed, Ping, Status, StatusCode
+from pdplane.security import Secret
 from tests.raw_peers import RawDealer, RawRouter
 from tests.waiting import until
 
@@ -259,6 +264,57 @@ def test_an_address_that_is_none_is_an_event(dealing: Dealing) -> None:
     assert "not a host" in broken.why.text
     dealing.say(channel, actions.Tell(channel, Ping(channel.life)))
     assert dealing.rejected == {"undeliverable": 1}
+
+
+@pytest.mark.parametrize(
+    ("there", "cause", "says"),
+    [
+        ("nobody", Cause.UNREACHABLE, "nobody accepts connections there"),
+        ("silence", Cause.UNREACHABLE, "nothing there answers"),
+        ("a secret", Cause.REFUSED, "one side has a secret that the other has not"),
+        ("another protocol", Cause.UNREACHABLE, "it ends each handshake"),
+    ],
+)
+def test_a_connection_that_does_not_come_to_stand_says_why(
+    dealing: Dealing, monkeypatch: pytest.MonkeyPatch, there: str, cause: Cause, says: str
+) -> None:
+    monkeypatch.setattr(channels, "_SILENT_S", 0.3)
+    dealing.dealers._unreachable_s = 60.0 if cause is Cause.REFUSED else 0.1
+    context, bound = open_context(), RouterChannel(Counter(), curve=Curve(Secret(b"a secret of some length")))
+    channel, over = channel_to(0), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.05)
+        end_each = threading.Thread(target=_end_each, args=(listener, over))
+        endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+        if there == "nobody":
+            listener.close()
+        elif there == "a secret":
+            endpoint = bound.bind(context, LOOPBACK)
+        elif there == "another protocol":
+            end_each.start()
+        dealing.connect(channel, endpoint)
+
+        def told() -> bool:
+            dealing.reactor.ask(lambda: dealing.dealers.tend(time.monotonic()))
+            return bool(dealing.machine.events)
+
+        until(told, "the obstacle")
+        over.set()
+        if end_each.ident:
+            end_each.join()
+    bound.close()
+    context.term()
+    (broken,) = dealing.machine.events
+    assert isinstance(broken, events.ChannelBroken)
+    assert broken.why.cause is cause
+    assert f"{endpoint}: {says}" in broken.why.text
+    assert f"rendezvous at {channel.bootstrap}" in broken.why.text
+
+
+def _end_each(listener: socket.socket, over: threading.Event) -> None:
+    while not over.is_set():
+        with contextlib.suppress(TimeoutError), listener.accept()[0] as connected:
+            connected.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
 def test_many_threads_send_through_one_reactor_and_frames_never_mix(dealing: Dealing) -> None:
