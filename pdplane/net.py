@@ -46,6 +46,12 @@ def as_endpoint(value: Endpoint | str, name: str) -> Endpoint:
         raise ConfigError(f"{name} is {value!r}: give an Endpoint or 'host:port'") from None
 
 
+def reached(bound: Endpoint, advertised: str | None = None) -> Endpoint:
+    """Return where a listening socket is reached: one on every interface as advertised, else on this host."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound.host)
+    return bound if local is None else Endpoint(advertised or local, bound.port)
+
+
 def listen(at: Endpoint) -> socket.socket:
     """Listen for TCP connections at an address or name; the socket does not block. Raises ConfigError naming `at`."""
     if not at.host:

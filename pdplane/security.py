@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 import ssl
 from pathlib import Path
@@ -23,6 +24,23 @@ MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
 
 NONCE_LIFE_S = 60.0
+
+
+def read_private(path: str | Path, what: str, most: int) -> bytes:
+    """Return what a file holds, a little more than `most` bytes at most, if only its owner can read it.
+
+    The group may read one that belongs to root and not to us, as orchestrators mount them. Raises ConfigError.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            status = os.fstat(file.fileno())
+            content = file.read(most + 256)
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} file {path}: {error.strerror}") from error
+    mounted = status.st_uid == 0 != os.geteuid()
+    if status.st_mode & (0o027 if mounted else 0o077):
+        raise ConfigError(f"{what} file {path} can be read by others; chmod 600 {path}")
+    return content
 
 
 class Secret:
@@ -39,12 +57,11 @@ class Secret:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read a secret from a file; white space at both ends does not count. Raises ConfigError."""
-        try:
-            with Path(path).open("rb") as file:
-                content = file.read(MAX_SECRET_BYTES + 256)
-        except OSError as error:
-            raise ConfigError(f"cannot read the secret file {path}: {error.strerror}") from error
+        """Read a secret from a file that nobody else can read; white space at both ends does not count.
+
+        Raises ConfigError.
+        """
+        content = read_private(path, "secret", MAX_SECRET_BYTES)
         try:
             return cls(content.strip())
         except ConfigError as error:

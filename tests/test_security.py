@@ -31,6 +31,7 @@ def test_answers_depend_on_secret_role_and_every_part() -> None:
 def test_a_file_gives_its_bytes_without_the_white_space(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"  correct horse battery staple\n")
+    path.chmod(0o600)
     assert Secret.from_file(path).curve_key() == SECRET.curve_key()
 
 
@@ -38,9 +39,19 @@ def test_a_file_gives_its_bytes_without_the_white_space(tmp_path: Path) -> None:
 def test_a_bad_file_is_named_without_its_content(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "secret"
     path.write_bytes(content)
+    path.chmod(0o600)
     with pytest.raises(ConfigError, match="secret") as caught:
         Secret.from_file(path)
     assert "short" not in str(caught.value).replace(str(path), "")
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o777])
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"correct horse battery staple")
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="can be read by others; chmod 600"):
+        Secret.from_file(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

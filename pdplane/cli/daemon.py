@@ -21,6 +21,7 @@ from pdplane.control.http_thread import HttpThread
 from pdplane.engine.blas import AUTO, use_blas
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
+from pdplane.net import reached
 from pdplane.plane.config import PlaneConfig, is_loopback
 from pdplane.serving.errors import key_needed
 from pdplane.transport.vector import take_turns_often
@@ -108,7 +109,7 @@ def ready_line(role: str, http: Endpoint, info: Mapping[str, Any]) -> dict[str, 
     return {
         "event": "ready",
         "role": role,
-        "http": str(http),
+        "http": str(reached(http, info.get("advertised"))),
         "bootstrap": str(Endpoint(host, port)) if host and port else None,
         "control": info.get("control"),
         "data": info.get("data"),

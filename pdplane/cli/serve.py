@@ -34,6 +34,7 @@ from pdplane.cli.process import END_S, StopSignal, exit_with_parent
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint
+from pdplane.net import reached
 from pdplane.options import count, duration, port, size_or_nothing, url
 from pdplane.serving.members import ROLES, Member, Members, Role
 from pdplane.serving.pair import PairOptions, pair_app
@@ -368,7 +369,8 @@ def _serve(endpoint: Endpoint, members: Members, keepers: Sequence[Keeper], stop
         for keeper in keepers:
             if keeper.failed is not None:
                 raise keeper.failed
-    print(json.dumps({"event": "ready", "role": "serve", "http": str(endpoint), "pid": os.getpid()}), flush=True)
+    where = str(reached(endpoint))
+    print(json.dumps({"event": "ready", "role": "serve", "http": where, "pid": os.getpid()}), flush=True)
     while not stop.wait(_LOOK_S):
         pass
     return 0

@@ -18,6 +18,7 @@ from pdplane.cli.flags import add_log_flags
 from pdplane.cli.process import END_S, StopSignal, exit_with_parent
 from pdplane.control.http_thread import HttpThread
 from pdplane.ids import Endpoint
+from pdplane.net import reached
 from pdplane.options import port
 
 _LOOK_S = 0.1
@@ -63,8 +64,14 @@ def run_worker(role: str, worker: Worker, args: argparse.Namespace, model: Calla
         try:
             served = _serve_http(http, role, worker, args.http_port)
             with stop.interrupting():
-                endpoint = worker.start()
-            ready = {"event": "ready", "role": role, "listen": str(endpoint), "model": model(), "pid": os.getpid()}
+                endpoint = reached(worker.start())
+            ready = {
+                "event": "ready",
+                "role": role,
+                "listen": str(endpoint),
+                "model": model(),
+                "pid": os.getpid(),
+            }
             print(json.dumps({**ready, "http": None if served is None else str(served)}), flush=True)
             while not stop.wait(_LOOK_S) and not worker.wait(0):
                 pass

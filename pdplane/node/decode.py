@@ -120,7 +120,8 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
         return DecodePlane(config, layout=engine.layout, arena=engine.arena, fingerprint=fingerprint, http=self._http)
 
     def _addresses(self, plane: DecodePlane) -> dict[str, Any]:
-        return {"data": str(plane.data), "session": plane.session}
+        config = self._config
+        return {"advertised": config.advertised, "data": str(config.reached(plane.data)), "session": plane.session}
 
     def _more_counts(self) -> dict[str, Any]:
         return {"sequences": dict(self._engine.counts()), "prompt_caches": dict(self._engine.prompt_caches())}

@@ -103,10 +103,11 @@ class PrefillNode(NodeLife[PrefillEngine, PrefillPlane, PrefillLeg]):
             self._plane.drain()
 
     def _addresses(self, plane: PrefillPlane) -> dict[str, Any]:
-        found = {"bootstrap_host": self._config.advertised, "bootstrap_port": plane.rendezvous.port}
-        found["control"] = str(plane.control)
+        config = self._config
+        found = {"bootstrap_host": config.advertised, "bootstrap_port": plane.rendezvous.port}
+        found["advertised"], found["control"] = config.advertised, str(config.reached(plane.control))
         if plane.legacy_control is not None:
-            found["legacy_control"] = str(plane.legacy_control)
+            found["legacy_control"] = str(config.reached(plane.legacy_control))
         return found
 
     # ---- one request

@@ -9,7 +9,7 @@ import attrs
 
 from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
-from pdplane.net import NAMES, as_endpoint
+from pdplane.net import NAMES, as_endpoint, reached
 from pdplane.security import Secret
 from pdplane.transport.registry import is_one_sided
 from pdplane.transport.reports import TransportOptions
@@ -101,6 +101,10 @@ class PlaneConfig:
     @property
     def advertised(self) -> str:
         return self.advertise_host or self.host
+
+    def reached(self, bound: Endpoint) -> Endpoint:
+        """Return where peers reach a socket of ours: one on every interface has no address of its own."""
+        return reached(bound, self.advertised)
 
     @property
     def speaks_legacy(self) -> bool:

@@ -191,6 +191,10 @@ def test_a_busy_port_is_named(role: str, flag: str) -> None:
 def test_a_host_for_everybody_warns() -> None:
     daemon = Daemon("decode", "--host", "0.0.0.0", "--advertise-host", "127.0.0.1", "--insecure")
     daemon.wait_ready()
+    for name in ("http", "data"):
+        address = Endpoint.parse(daemon.ready[name])
+        assert address.host == "127.0.0.1"  # not 0.0.0.0, which is nobody's address
+        socket.create_connection((address.host, address.port), PATIENCE_S).close()
     _code, log = daemon.end()
     assert "listening on 0.0.0.0, which other machines can reach, without a secret" in log
     assert "peers are told 127.0.0.1" in log
@@ -200,6 +204,8 @@ def test_a_secret_pairs_only_those_who_share_it(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.write_text("a secret of more than sixteen bytes\n")
     theirs.write_text("another secret of that same length!\n")
+    for file in (ours, theirs):
+        file.chmod(0o600)
     with (
         Daemon("prefill", "--secret-file", str(ours)) as prefill,
         Daemon("decode", "--secret-file", str(ours)) as decode,

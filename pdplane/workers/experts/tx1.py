@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import re
 import secrets
 import struct
@@ -36,6 +35,7 @@ import attrs
 
 from pdplane.errors import ConfigError, LocalProtocolError, WireError
 from pdplane.net import JsonValue, parse_json
+from pdplane.security import read_private
 from pdplane.workers.listener import BoundedSocket, bytes_of
 
 VERSION = 1
@@ -71,14 +71,7 @@ class Tx1Token:
 
         Raises ConfigError.
         """
-        try:
-            with Path(path).open("rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                content = file.read(MAX_TOKEN_BYTES + 256)
-        except OSError as error:
-            raise ConfigError(f"cannot read the token file {path}: {error.strerror}") from error
-        if mode & 0o077:
-            raise ConfigError(f"token file {path} can be read by others; chmod 600 {path}")
+        content = read_private(path, "token", MAX_TOKEN_BYTES)
         try:
             return cls(content.strip())
         except ConfigError as error:
