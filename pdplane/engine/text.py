@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pdplane.engine.speech import MlxSpeech
-from pdplane.engine.untyped import Wrapper, plain_chat, render_chat, special_tokens, spelling
+from pdplane.engine.untyped import Wrapper, encode_chat, plain_chat, render_chat, special_tokens, spelling
 from pdplane.errors import ConfigError
 
 _INCOMPLETE = "\ufffd"  # what a decoder prints for bytes that are no whole character yet
@@ -62,12 +62,20 @@ class MlxTokenizer:
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return token ids of a text, with the model's own BOS rule unless `special_tokens` is off.
 
-        As in mlx-lm, a text that begins with the BOS token's text gets no second one.
+        As in mlx-lm, a text that begins with the BOS token's text gets no second one. Raises ConfigError for a text
+        that is no Unicode: half of a surrogate pair has no bytes.
         """
         bos = self._inner.bos_token
         special = special_tokens and not (bos and text.startswith(bos))
+        return self._tokens(lambda whole: self._inner.encode(whole, add_special_tokens=special), text)
+
+    def _tokens(self, make: Callable[[str], Sequence[int]], text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the text has half of a surrogate pair at character {error.start}") from error
         with self._turn:
-            return [int(token) for token in self._inner.encode(text, add_special_tokens=special)]
+            return [int(token) for token in make(text)]
 
     def decode(self, tokens: Sequence[int], *, marks: bool = False) -> str:
         """Return the text of some token ids without special tokens; `marks` keeps those that a `Speech` looks for."""
@@ -107,7 +115,7 @@ class MlxTokenizer:
         shown = [_as_known(message, template) for message in messages]
         text = render_chat(self._wrapper, shown, tools, settings)
         check(text)
-        return self.encode(text, special_tokens=False)
+        return self._tokens(partial(encode_chat, self._wrapper), text)
 
     def detokenizer(self, *, marks: bool = False) -> MlxDetokenizer:
         """Return an incremental decoder for one new sequence."""

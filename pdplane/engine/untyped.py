@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper, _byte_decoder
 from mlx_lm.utils import load, load_tokenizer
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from pdplane.errors import ConfigError
@@ -38,11 +39,13 @@ _maybe_quantize: Any = maybe_quantize_kv_cache
 _load: Any = load
 _load_tokenizer: Any = load_tokenizer
 _wrapper: Any = TokenizerWrapper
+_plain_tokenizer: Any = PreTrainedTokenizerBase
 _compiled_template: Any = _compile_jinja_template
 _LONGEST_CHAT = 1 << 25
 _bytes_of_letters: Any = _byte_decoder
 _BAD_CONVERSATION = (
-    TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
+    TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError,
+    ValueError,
 )  # fmt: skip
 """The errors of templates: raised on purpose, or by messages that they were not made for."""
 
@@ -101,13 +104,29 @@ def render_chat(
     """Return a conversation as the model's template writes it, up to the next answer. Raises ConfigError."""
     given = {"tools": list(tools) if tools else None, **settings}
     try:
-        if wrapper._chat_template is None:  # else a program that comes with mlx-lm
+        if not _written_by_program(wrapper):
             text = wrapper._tokenizer.get_chat_template(None, given["tools"])
             _compiled_template(text).environment.concat = _joined
         return str(wrapper.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given))
     except _BAD_CONVERSATION as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(f"messages: the model's chat template refuses them: {reason}") from error
+
+
+def encode_chat(wrapper: Wrapper, text: str) -> Sequence[int]:
+    """Return the tokens of a conversation that `render_chat` wrote, made as mlx-lm's wrapper makes them."""
+    inner = wrapper._tokenizer
+    if _written_by_program(wrapper):
+        encoded: Sequence[int] = inner.encode(text, add_special_tokens=False)
+    else:  # some tokenizers' `encode` is not what a template's text goes through
+        encoded = inner(text, add_special_tokens=False)["input_ids"]
+    return encoded
+
+
+def _written_by_program(wrapper: Wrapper) -> bool:
+    """Return whether a program of mlx-lm's, or of the tokenizer's class, stands in for the template."""
+    own: object = type(wrapper._tokenizer).apply_chat_template
+    return wrapper._chat_template is not None or own is not _plain_tokenizer.apply_chat_template
 
 
 def _joined(pieces: Iterable[str]) -> str:
