@@ -135,9 +135,11 @@ def _engine(options: DaemonOptions, prepare: Prepare | None) -> DecodeEngine:
         if prepare is not None:
             raise ConfigError("the toy has no experts")
         from pdplane.toy.engine import ToyDecodeEngine
-        from pdplane.toy.model import ToyOptions
+        from pdplane.toy.model import TOY_CONTEXT, ToyOptions
 
-        return ToyDecodeEngine(ToyOptions(seed=options.engine.seed))
+        return ToyDecodeEngine(
+            ToyOptions(seed=options.engine.seed, context_length=options.engine.context_length or TOY_CONTEXT)
+        )
     with mlx_needed(options.blas):
         from pdplane.engine.decode import MlxDecodeEngine
 

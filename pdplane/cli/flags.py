@@ -86,6 +86,12 @@ def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -
         help="layers that prefill sends together while it computes the next ones; 0 sends all at the end "
         "(default: %(default)s)",
     )
+    model.add_argument(
+        "--context-length",
+        type=count,
+        metavar="N",
+        help="longest sequence in tokens, prompt and answer together (default: the model's own, rope scaling included)",
+    )
     add_number_flags(model)
     return model
 
@@ -350,6 +356,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         seed=args.seed,
         page_layout=args.page_layout,
         layerwise_interval=args.layerwise_interval,
+        context_length=args.context_length,
     )
 
 

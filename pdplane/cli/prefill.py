@@ -106,9 +106,11 @@ def _engine(options: DaemonOptions, prepare: Prepare | None) -> PrefillEngine:
         if prepare is not None:
             raise ConfigError("the toy has no experts")
         from pdplane.toy.engine import ToyPrefillEngine
-        from pdplane.toy.model import ToyOptions
+        from pdplane.toy.model import TOY_CONTEXT, ToyOptions
 
-        return ToyPrefillEngine(ToyOptions(seed=options.engine.seed))
+        return ToyPrefillEngine(
+            ToyOptions(seed=options.engine.seed, context_length=options.engine.context_length or TOY_CONTEXT)
+        )
     with mlx_needed(options.blas):
         from pdplane.engine.prefill import MlxPrefillEngine
 

@@ -48,7 +48,7 @@ _STEADY_S = 60.0  # a child that ran for so long did not die of its start
 
 MODEL_FLAGS = (
     "--model", "--prefill-step-size", "--block-tokens", "--arena-bytes", "--page-layout", "--layerwise-interval",
-    "--kv-bits", "--kv-group-size", "--blas", "--seed",
+    "--context-length", "--kv-bits", "--kv-group-size", "--blas", "--seed",
 )  # fmt: skip
 
 ROLE_FLAGS: Mapping[Role, tuple[str, ...]] = {

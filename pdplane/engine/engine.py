@@ -149,8 +149,13 @@ class MlxEngine:
             raise ConfigError("the prompt has no token")
         if context is not None and prompt_len > context:
             raise ConfigError(f"the prompt has {prompt_len} tokens, the model's context {context}")
-        if not self.opened.capacity.fits(self.blocks_needed(prompt_len)):
-            raise ConfigError(f"the prompt's {prompt_len} tokens do not fit in an arena of {self.arena.nbytes} bytes")
+        needed = self.blocks_needed(prompt_len)
+        if not self.opened.capacity.fits(needed):
+            nbytes = (self.opened.capacity.parents(needed) + 1) * self.layout.lcm_block_bytes
+            raise ConfigError(
+                f"the prompt's {prompt_len} tokens do not fit in an arena of {self.arena.nbytes} bytes; "
+                f"--arena-bytes {nbytes} holds them"
+            )
 
     def check_token(self, token: int) -> None:
         """Raise ConfigError for a token id outside the model's vocabulary."""
@@ -181,6 +186,7 @@ def _open(options: EngineOptions, progress: Progress, prepare: Prepare | None, g
         model, whole = split_model(options, progress, group)
         leaves = probe(model, options)
         check_parts(whole, leaves, tp_size)
+    model = model.limited(options.context_length)
     layout = plan(whole, options, tp_size)
     arena = _arena(layout)
     pages = (

@@ -10,7 +10,9 @@ from pdplane.engine.options import EngineOptions
 from pdplane.engine.views import layout_dtype
 from pdplane.errors import ConfigError
 from pdplane.ids import FieldId, GroupId
+from pdplane.kv.arena import Pool
 from pdplane.kv.layout import ELEMENT_BYTES, GroupSpec, Layout, Partition
+from pdplane.kv.manifest import blocks_needed
 from pdplane.kv.planning import FieldSpec, local_heads, plan_layout
 
 KV = GroupId("kv")
@@ -65,14 +67,15 @@ def cache_layout(leaves: Sequence[Leaf], options: EngineOptions, tp_size: int = 
 def fit_arena(plan: Callable[[int], Layout], options: EngineOptions) -> Layout:
     """Return the layout with the most parents that the arena holds.
 
-    Raises ConfigError if it holds the null one only.
+    Raises ConfigError if they are too few for a prompt of one token.
     """
-    parent_bytes = plan(1).lcm_block_bytes
+    smallest = plan(1)
+    parent_bytes, needed = smallest.lcm_block_bytes, Pool(smallest).parents(blocks_needed(smallest, 1, 0))
     parents = options.arena_bytes // parent_bytes - 1
-    if parents < 1:
+    if parents < needed:
         raise ConfigError(
             f"an arena of {options.arena_bytes} bytes is too small for {options.model!r}: "
-            f"it needs at least {2 * parent_bytes} bytes (--arena-bytes)"
+            f"it needs at least {(needed + 1) * parent_bytes} bytes (--arena-bytes)"
         )
     return plan(parents)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,22 @@ from pdplane.engine.options import Progress, no_progress
 from pdplane.engine.sources import Form, converted_folder, smollm2_folder
 from pdplane.engine.text import MlxTokenizer
 from pdplane.engine.tiny import build_tiny
-from pdplane.engine.untyped import Network, load_folder, load_folder_tokenizer
+from pdplane.engine.untyped import Network, check_config, load_folder_tokenizer, load_network, parameters
 from pdplane.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 TINY = "tiny:"
 SMOLLM2: Mapping[str, Form] = {"smollm2": "packed", "smollm2-f32": "float32"}
+
+
+_LENGTHS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_context_length", "n_ctx",
+)  # fmt: skip
+_STRETCHING = frozenset({"linear", "dynamic", "yarn", "deepseek_yarn"})
+"""Kinds of rope scaling that make the config's length longer; the others' lengths are told as they are at the end."""
+_STRETCHED_ALREADY = ("gemma3",)
+"""Families whose configs tell the length behind such a scaling."""
 
 
 def _as_it_is(token: mx.array) -> mx.array:
@@ -34,25 +46,59 @@ class Model:
     tokenizer: MlxTokenizer
     config: Mapping[str, Any]
     path: Path | None
+    asked_context: int | None = None
+    """The longest sequence to take, if not the config's."""
     agree: Callable[[mx.array], mx.array] = _as_it_is
     """Makes one step's token the same on every rank that the model is split over."""
 
     @property
     def context_length(self) -> int | None:
-        """The longest sequence the model was made for; None when its config does not say."""
-        return self._number("max_position_embeddings")
+        """The longest sequence to take: as asked, else as the config says, rope scaling included, else None."""
+        if self.asked_context is not None:
+            return self.asked_context
+        for config in self._configs:
+            if length := _first_number(config, _LENGTHS):
+                return _stretched(config, length)
+        return None
 
     @property
     def vocab_size(self) -> int:
         """The number that all token ids are below."""
-        return self._number("vocab_size") or self.tokenizer.vocab_size
+        found = (_first_number(config, ("vocab_size",)) for config in self._configs)
+        return next((size for size in found if size), None) or self.tokenizer.vocab_size
 
-    def _number(self, key: str) -> int | None:
-        for config in (self.config, self.config.get("text_config") or {}):
-            value = config.get(key)
-            if isinstance(value, int) and value > 0:
-                return value
-        return None
+    @property
+    def _configs(self) -> tuple[Mapping[str, Any], ...]:
+        inner = self.config.get("text_config")
+        return (self.config, inner) if isinstance(inner, Mapping) else (self.config,)
+
+    def limited(self, context_length: int | None) -> Model:
+        """Return the model with another longest sequence. Raises ConfigError where it has no positions for it."""
+        if context_length is not None:
+            for name, array in parameters(self.network):
+                if name.endswith("wpe.weight") and array.shape[0] < context_length:
+                    raise ConfigError(
+                        f"model {self.name!r} has learned positions for {array.shape[0]} tokens, "
+                        f"not for {context_length} (--context-length)"
+                    )
+        return attrs.evolve(self, asked_context=context_length)
+
+
+def _first_number(config: Mapping[str, Any], keys: Sequence[str]) -> int | None:
+    return next((config[key] for key in keys if isinstance(config.get(key), int) and config[key] > 0), None)
+
+
+def _stretched(config: Mapping[str, Any], length: int) -> int:
+    """Return a config's length after its rope scaling, which families write in two ways and for all layers or some."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or str(config.get("model_type", "")).startswith(_STRETCHED_ALREADY):
+        return length
+    for told in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+        factor = told.get("factor")
+        if told.get("rope_type", told.get("type")) in _STRETCHING and isinstance(factor, int | float):
+            begun = told.get("original_max_position_embeddings")
+            length = max(length, int((begun if isinstance(begun, int | float) else length) * factor))
+    return length
 
 
 Prepare = Callable[[Model], None]
@@ -96,11 +142,8 @@ def load_tokenizer(name: str, *, progress: Progress = no_progress) -> MlxTokeniz
     if name.startswith(TINY):
         return build_tiny(name.removeprefix(TINY)).tokenizer
     folder = model_folder(name, progress)
-    try:
-        wrapper = load_folder_tokenizer(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot load the tokenizer of model {name!r}: {_one_line(error)}") from error
-    return MlxTokenizer(wrapper)
+    with _reading(name, folder / "tokenizer*.json"):
+        return MlxTokenizer(load_folder_tokenizer(folder))
 
 
 def _download(name: str, progress: Progress) -> Path:
@@ -111,23 +154,39 @@ def _download(name: str, progress: Progress) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot download model {name!r} from the hub: {_one_line(error)}") from error
+        raise ConfigError(f"cannot download model {name!r} from the hub: {one_line(error)}") from error
 
 
 def _load_folder(name: str, path: Path, progress: Progress, prepare: Prepare | None) -> Model:
     progress(f"load {name}", 0, 1)
-    try:
-        network, wrapper, config = load_folder(path, lazy=prepare is not None)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cannot load model {name!r} from {path}: {_one_line(error)}") from error
-    model = Model(name, network, MlxTokenizer(wrapper), config, path)
+    weights = path / "model*.safetensors"
+    with _reading(name, path / "config.json"):
+        check_config(path)
+    with _reading(name, weights):
+        network, config = load_network(path)
+    with _reading(name, path / "tokenizer*.json"):
+        tokenizer = MlxTokenizer(load_folder_tokenizer(path, config.get("eos_token_id")))
+    model = Model(name, network, tokenizer, config, path)
     if prepare is not None:
         prepare(model)
-    mx.eval(network.parameters())
+    with _reading(name, weights):
+        mx.eval(network.parameters())
     progress(f"load {name}", 1, 1)
     return model
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+@contextlib.contextmanager
+def _reading(name: str, part: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # files may make the libraries raise anything
+        raise ConfigError(f"cannot load model {name!r} from {part}: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """Return what an error of a library says; its traceback is logged at debug."""
+    logger.debug("%s", error, exc_info=error)
+    text = " ".join(str(error).split())
+    if not text or not isinstance(error, OSError | RuntimeError | ValueError):
+        text = f"{type(error).__name__}: {text}"  # a KeyError's text alone says nothing
     return text if len(text) <= 300 else text[:297] + "..."

@@ -22,7 +22,7 @@ def no_progress(name: str, done: int, total: int) -> None:
 
 _LEAST = {
     "prefill_step_size": 1, "block_tokens": 1, "arena_bytes": 1, "assemble_ahead_bytes": 1, "decode_concurrency": 1,
-    "layerwise_interval": 0, "prompt_cache_bytes": 0,
+    "layerwise_interval": 0, "prompt_cache_bytes": 0, "context_length": 1,
 }  # fmt: skip
 
 
@@ -56,6 +56,9 @@ class EngineOptions:
     """How much prefill keeps of the caches of prompts, and decode of sequences, for prompts that begin alike; 0 keeps
     nothing."""
 
+    context_length: int | None = None
+    """The longest sequence to take, in place of the one that the model's config names."""
+
     assemble_ahead_bytes: int = 1 << 20
     """Decode copies what has landed once it is this much; less is left for the end, where it takes a moment."""
 
@@ -65,7 +68,7 @@ class EngineOptions:
         if self.page_layout == "nhd" and self.kv_bits is not None:
             raise ConfigError("legacy pages (nhd) cannot express a quantised KV cache: drop kv_bits or take hnd")
         for name, least in _LEAST.items():
-            if getattr(self, name) < least:
+            if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.kv_bits is not None and self.kv_bits not in KV_BITS:
             raise ConfigError(f"kv_bits must be one of {', '.join(map(str, KV_BITS))}, not {self.kv_bits}")

@@ -7,7 +7,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from pdplane.engine.caches import Leaf, describe, refuse_unknown, walk
 from pdplane.engine.forward import Forward
-from pdplane.engine.model import Model
+from pdplane.engine.model import Model, one_line
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.token_pages import refuse_inexpressible
 from pdplane.errors import ConfigError
@@ -43,7 +43,13 @@ def _leaves_after(model: Model, options: EngineOptions, length: int) -> tuple[Le
         for _ in forward.prefill_chunks([0] * length):
             pass
         forward.step(mx.array(0)).read()
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model {model.name!r} cannot run with these options: {reason}") from error
+    except Exception as error:  # a family's own code may raise anything
+        raise ConfigError(f"model {model.name!r} cannot run{with_flags(options)}: {one_line(error)}") from error
     return describe(forward.caches, length)
+
+
+def with_flags(options: EngineOptions) -> str:
+    """Return the flags that a family of models may not bear, as an error names them."""
+    if options.kv_bits is None:
+        return ""
+    return f" with --kv-bits {options.kv_bits} --kv-group-size {options.kv_group_size}"

@@ -12,8 +12,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from pdplane.engine.caches import Leaf, describe
-from pdplane.engine.model import Model, load_model
+from pdplane.engine.model import Model, load_model, one_line
 from pdplane.engine.options import EngineOptions, Progress
+from pdplane.engine.probe import with_flags
 from pdplane.engine.prompts import PromptLine
 from pdplane.engine.thread import EngineThread, Job, Turns
 from pdplane.engine.untyped import quantise_caches
@@ -110,9 +111,10 @@ def split_model(options: EngineOptions, progress: Progress, group: RankGroup) ->
                     raise ConfigError(f"{tensor.shape[0]} KV heads cannot be split over {group.size} ranks")
         try:
             shard(group.distributed)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"model {options.model!r} cannot be split over {group.size} ranks: {reason}") from error
+        except Exception as error:  # a family's own code may raise anything
+            raise ConfigError(
+                f"model {options.model!r} cannot be split over {group.size} ranks: {one_line(error)}"
+            ) from error
 
     model = load_model(options.model, seed=options.seed, progress=progress, prepare=split)
     mx.eval(model.network.parameters())  # a tiny model's parts are cut only now
@@ -134,9 +136,8 @@ def _whole_leaves(model: Model, options: EngineOptions) -> tuple[Leaf, ...]:
     try:
         model.network(mx.array([[0] * _PROBED]), cache=caches)
         quantise_caches(caches, group_size=options.kv_group_size, bits=options.kv_bits)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model {model.name!r} cannot run with these options: {reason}") from error
+    except Exception as error:  # a family's own code may raise anything
+        raise ConfigError(f"model {model.name!r} cannot run{with_flags(options)}: {one_line(error)}") from error
     leaves = describe(caches, _PROBED)
     for leaf in leaves:
         if not leaf.kind.is_history:

@@ -16,7 +16,7 @@ import mlx.utils
 from jinja2 import TemplateError
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper, _byte_decoder
-from mlx_lm.utils import load, load_tokenizer
+from mlx_lm.utils import _get_classes, load_config, load_model, load_tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -36,7 +36,9 @@ _nn: Any = mlx.nn
 _utils: Any = mlx.utils
 _mx: Any = mx
 _maybe_quantize: Any = maybe_quantize_kv_cache
-_load: Any = load
+_load_model: Any = load_model
+_load_config: Any = load_config
+_classes: Any = _get_classes
 _load_tokenizer: Any = load_tokenizer
 _wrapper: Any = TokenizerWrapper
 _plain_tokenizer: Any = PreTrainedTokenizerBase
@@ -76,18 +78,22 @@ def quantise_network(network: Network, *, group_size: int, bits: int) -> None:
     _nn.quantize(network, group_size=group_size, bits=bits)
 
 
-def load_folder(folder: Path, *, lazy: bool = False) -> tuple[Network, Any, dict[str, Any]]:
-    """Load with mlx-lm; return the network, its tokenizer wrapper and the config. Raises what mlx-lm raises.
-
-    `lazy` leaves the weights in their files until they are first used.
-    """
-    network, wrapper, config = _load(str(folder), return_config=True, lazy=lazy)
-    return network, wrapper, config
+def check_config(folder: Path) -> None:
+    """Read a folder's config as mlx-lm does. Raises what mlx-lm raises."""
+    config = _load_config(folder)
+    if "model_file" not in config:  # else the network's loader refuses the program
+        _classes(config)[1].from_dict(config)
 
 
-def load_folder_tokenizer(folder: Path) -> Wrapper:
-    """Return mlx-lm's tokenizer wrapper alone. Raises what mlx-lm raises."""
-    return _load_tokenizer(folder)
+def load_network(folder: Path) -> tuple[Network, dict[str, Any]]:
+    """Return the network and its config; the weights stay in their files until first used. Raises as mlx-lm."""
+    network, config = _load_model(folder, lazy=True)
+    return network, config
+
+
+def load_folder_tokenizer(folder: Path, eos_ids: object = None) -> Wrapper:
+    """Return mlx-lm's tokenizer wrapper. Raises what mlx-lm raises."""
+    return _load_tokenizer(folder, eos_token_ids=eos_ids)
 
 
 def wrap_tokenizer(inner: HuggingFaceTokenizer, eos_ids: Sequence[int]) -> Wrapper:

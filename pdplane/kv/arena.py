@@ -257,8 +257,12 @@ class Pool:
 
     def fits(self, counts: Mapping[GroupId, int]) -> bool:
         """Return whether an empty pool could serve the request: False means that waiting is pointless."""
+        return self.parents(counts) <= self.total_parents
+
+    def parents(self, counts: Mapping[GroupId, int]) -> int:
+        """Return how many parents an empty pool takes for a request."""
         self._check(counts)
-        return sum(-(-count // self._packs[group_id]) for group_id, count in counts.items()) <= self.total_parents
+        return sum(-(-count // self._packs[group_id]) for group_id, count in counts.items())
 
     def allocate(self, counts: Mapping[GroupId, int]) -> dict[GroupId, tuple[int, ...]]:
         """Take `counts` blocks of each group, or none.

@@ -31,6 +31,9 @@ _PRIME_POSITION = np.uint64(0xC2B2AE3D27D4EB4F)
 _PRIME_CELL = np.uint64(0x165667B19E3779F9)
 
 
+TOY_CONTEXT = 1 << 16
+
+
 @attrs.frozen
 class ToyOptions:
     """Sizes of the toy model and its cache.
@@ -55,7 +58,7 @@ class ToyOptions:
     seed: int = 0
     tp_size: int = 1
     tp_rank: int = 0
-    context_length: int = 1 << 16
+    context_length: int = TOY_CONTEXT
     concurrency: int = 32
 
     def __attrs_post_init__(self) -> None:

@@ -91,7 +91,7 @@ _ASKS = (
     _PLAIN + "{% if enable_thinking is defined %}{{ '<think>' if enable_thinking else '<think></think>' }}{% endif %}"
 )
 _FIRST_USER = (
-    "{% if messages[0].role != 'user' %}{{ raise_exception('the user speaks first, not ' + messages[0].role) }}{% endif %}"
+    "{% if messages[0].role != 'user' %}{{ raise_exception('the user first, not ' + messages[0].role) }}{% endif %}"
     + _PLAIN
 )
 _BROKEN = "{{ messages[0].content / 2 }}"
@@ -127,7 +127,9 @@ CHATS: Mapping[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": "<s><|im_end|>\n<think>[CALL]  fox </think><n></s>"}]
     },
     "a text that begins with spaces": {"messages": [{"role": "user", "content": "  \t\n the\r\n fox \u00a0"}]},
-    "letters of many kinds": {"messages": [{"role": "user", "content": "日本 🧑‍🚀 e\u0301 \ufb01 \u0000 \ufffd ＡＢ"}]},
+    "letters of many kinds": {
+        "messages": [{"role": "user", "content": "日本 🧑‍🚀 e\u0301 \ufb01 \u0000 \ufffd \uff21\uff22"}]
+    },
     "the system first": {"messages": [{"role": "system", "content": "so"}, _USER]},
     "parts": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}]
@@ -191,18 +193,20 @@ def test_the_prompt_is_the_one_that_mlx_lm_makes(kind: str, tmp_path: Path) -> N
             wanted = theirs(wrapper, chat)
         except Exception as error:  # noqa: BLE001  (templates may raise anything)
             refused[name] = str(error)
-            with pytest.raises(ConfigError, match="template (refuses them: |does not read them)"):
+            with pytest.raises(ConfigError, match=r"template (refuses them: |does not read them)"):
                 ours(tokenizer, chat)
             continue
         try:
             got = ours(tokenizer, chat)
         except ConfigError as error:
             refused[name] = str(error)
-            assert "no chat template" in str(error), name
             continue
         if got != wanted:
             wrong[name] = tokenizer.decode(got), tokenizer.decode(wanted)
     assert not wrong
+    if kind.startswith("no template"):
+        assert refused
+        assert all("no chat template" in reason for reason in refused.values())
     assert len(refused) < len(CHATS) or kind == "broken", refused
     if kind == "raises":
         assert set(refused) == {"the system first"}
