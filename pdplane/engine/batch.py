@@ -1,7 +1,8 @@
 """Continuous batching: sequences that take each step together, since one pass over the weights serves them all.
 
 The batch is one job on the MLX thread, and its turn is one step of every member. A member joins between two steps as
-soon as its cache is whole, at most one a step, and leaves between two steps. The step is written here: mlx-lm's
+soon as its cache is whole, several at once where that costs the others little, and leaves between two steps. The step
+is written here: mlx-lm's
 `GenerationBatch` computes a step of the newcomer alone at each join, which doubles the others' wait, and one sequence's
 error ends all of them. mlx-lm's caches do the joining: `merge`, `extend` and `filter`.
 
@@ -30,13 +31,16 @@ from pdplane.engine.answer import Answer
 from pdplane.engine.caches import Leaf, joined, keep, walk
 from pdplane.engine.sampling import Row, Sampler
 from pdplane.engine.thread import EngineThread, Turns
-from pdplane.engine.untyped import Cache, Network, evaluate_later
+from pdplane.engine.untyped import Cache, Network, evaluate_later, queue_depth
 
 Left: TypeAlias = Callable[[Answer, Callable[[Leaf], Cache]], None]
 """Called with a sequence that takes no more steps, and what gives its cache of a leaf."""
 
 FREE_PADDING = 1024
 """Rows of padding that are never too many: reading them costs less than reading the weights once more."""
+
+JOIN_BYTES = 128 << 20
+"""What members that join may copy before the others take their next step: tens of milliseconds on a CPU."""
 
 _MERGING = (KVCache, RotatingKVCache, ArraysCache)
 _CLEAR_EVERY = 256  # steps after which mlx-lm frees unused memory
@@ -134,6 +138,7 @@ class Batch:
 
     def __init__(self, network: Network, left: Left) -> None:
         self._network, self._left = network, left
+        self._reads_first = queue_depth() == 1
         self._caches: list[Cache] = []
         self._is_merged = False
         self._places: list[_Place] = []
@@ -167,15 +172,22 @@ class Batch:
         self._places.append(_Place(member, sampler, mx.array([member.answer.request.first.id])))
 
     def step(self) -> None:
-        """Start the step of all members that need one, then report the tokens of the step before.
+        """Start the step of all members that need one, and report the tokens of the step before.
 
-        As in mlx-lm the device computes while tokens go out.
+        A GPU computes while tokens go out, as in mlx-lm. On the CPU `evaluate_later` returns when little of the step
+        is left, so there the tokens go out first, a step earlier, and other threads work on them meanwhile.
         """
         unread = [(place.member, place.row) for place in self._places if place.row and not place.member.is_over()]
         self._keep([number for number, place in enumerate(self._places) if place.stays()])
-        if self._places:
-            with mx.stream(generation_stream):
-                self._start()
+        with mx.stream(generation_stream):
+            started = self._begin() if self._places else []
+            if not self._reads_first:
+                evaluate_later(*started)
+            self._report(unread)
+            if self._reads_first:
+                evaluate_later(*started)
+
+    def _report(self, unread: Sequence[tuple[BatchMember, Row]]) -> None:
         tokens = [row.read(keep_row=member.answer.keep_rows) for member, row in unread]
         for (member, _), token in zip(unread, tokens, strict=True):
             with member:
@@ -199,7 +211,8 @@ class Batch:
         cache = leaf.find(self._caches)
         return cache.extract(number) if self._is_merged else cache
 
-    def _start(self) -> None:
+    def _begin(self) -> list[mx.array]:
+        """Make every member's next row, and return what has to be computed for it."""
         tokens = [place.token.reshape(1) for place in self._places]
         logits = self._network(mx.concatenate(tokens)[:, None], cache=self._caches)[:, -1, :]
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -214,19 +227,30 @@ class Batch:
                     place.row = place.sampler.choose(logits[number : number + 1])
             # A member that failed here leaves before the next step and needs no token.
             place.token = likeliest[number] if place.row is None else place.row.token
-        evaluate_later(*(array for place in self._places if place.row for array in place.row.arrays))
+        return [array for place in self._places if place.row for array in place.row.arrays]
 
 
 class BatchJob:
     """All batches of an engine, as one job that runs while it has members. `join` may be called by any thread.
 
     At most `size` members take steps at once. The others have their first token reported and wait, first come, first
-    served. A step that fails ends every member with its cause, and the next member begins a new job. `grows`: some
-    cache has a row for each token; without one all lengths are alike.
+    served. A step that fails ends every member with its cause, and the next member begins a new job. `nbytes` gives
+    what the caches of so many rows take; `grows`: some cache has a row for each token; without one all lengths are
+    alike.
     """
 
-    def __init__(self, thread: EngineThread, network: Network, size: int, left: Left, *, grows: bool) -> None:
-        self._thread, self._network, self._size, self._left, self._grows = thread, network, size, left, grows
+    def __init__(
+        self,
+        thread: EngineThread,
+        network: Network,
+        size: int,
+        left: Left,
+        nbytes: Callable[[int], int],
+        *,
+        grows: bool,
+    ) -> None:
+        self._thread, self._network, self._size, self._left = thread, network, size, left
+        self._nbytes, self._grows = nbytes, grows
         self._lock = threading.Lock()
         self._arrived: list[BatchMember] = []
         self._is_running = False
@@ -278,17 +302,18 @@ class BatchJob:
         return self._is_running
 
     def _admit(self) -> None:
-        """Put the first waiting member into the batch that fits best, if there is a place."""
-        if not self._waiting or sum(len(batch) for batch in self._batches) >= self._size:
-            return
-        member = self._waiting.popleft()
-        batch = self._fitting(member.answer.rows)
-        if batch is None:
-            batch = Batch(self._network, self._left)
-            self._batches.append(batch)
-        batch.join(member)
-        self._joined += 1
-        self._largest = max(self._largest, len(batch))
+        """Put the first waiting members into the batches that fit best: one, or more if they copy little."""
+        copied, free = 0, self._size - sum(len(batch) for batch in self._batches)
+        while self._waiting and free > 0 and copied < JOIN_BYTES:
+            member = self._waiting.popleft()
+            batch = self._fitting(member.answer.rows)
+            if batch is None:
+                batch = Batch(self._network, self._left)
+                self._batches.append(batch)
+            batch.join(member)
+            copied += len(batch) * self._nbytes(max(batch.lengths, default=0))  # a join copies all of a batch
+            self._joined, free = self._joined + 1, free - 1
+            self._largest = max(self._largest, len(batch))
 
     def _fitting(self, rows: int) -> Batch | None:
         """Find the batch in which a member with so many rows makes the least padding; None when it fits in none."""

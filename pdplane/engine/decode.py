@@ -46,7 +46,7 @@ class MlxDecodeEngine(MlxEngine):
         if self._batch is None:
             self._why_alone = self.thread.call(self._find_why_alone)
             grows, network = bool(self._histories), self.opened.model.network
-            self._batch = BatchJob(self.thread, network, self.concurrency, self._keep, grows=grows)
+            self._batch = BatchJob(self.thread, network, self.concurrency, self._keep, self.cache_nbytes, grows=grows)
             if self._can_reuse:
                 step = math.lcm(CUT_TOKENS, self.layout.prefix_granularity)
                 self._caches = PromptCaches(self.options, step)

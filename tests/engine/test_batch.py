@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 
@@ -20,6 +21,7 @@ from mlx_lm.models.cache import (
 )
 
 from pdplane.api import GREEDY, EngineDecodeRequest, FinishReason, Sampling, Token
+from pdplane.engine import batch
 from pdplane.engine.batch import FREE_PADDING, Batch, BatchMember, padding, why_alone
 from pdplane.engine.caches import joined, keep
 from pdplane.engine.model import Model
@@ -290,15 +292,15 @@ class Foreign:
 def test_a_step_that_fails_ends_all_with_its_cause_and_the_next_ones_live(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, calls = Batch._start, list[int]()
+    begin, calls = Batch._begin, list[int]()
 
-    def broken(batch: Batch) -> None:
+    def broken(batch: Batch) -> list[mx.array]:
         calls.append(len(batch))
         if len(calls) == 5:
             raise RuntimeError("out of memory")
-        start(batch)
+        return begin(batch)
 
-    monkeypatch.setattr(Batch, "_start", broken)
+    monkeypatch.setattr(Batch, "_begin", broken)
     crowd = Crowd(pair, LENGTHS[:3])
     for number in range(3):
         crowd.begin(number)
@@ -307,6 +309,43 @@ def test_a_step_that_fails_ends_all_with_its_cause_and_the_next_ones_live(
             answer.wait()
     crowd.run()
     crowd.check([crowd.wanted(number) for number in range(3)], bits=False)
+
+
+@pytest.mark.parametrize(("nbytes", "steps"), [(128 << 20, COUNT), (1, COUNT + 7)])
+def test_those_that_wait_together_join_together(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, nbytes: int, steps: int
+) -> None:
+    """As many as cost the others little: else one a step, and the last begins seven steps after the first."""
+    monkeypatch.setattr(batch, "JOIN_BYTES", nbytes)
+    crowd, before = Crowd(pair, [33] * 8), totals_of(pair)["steps"]
+    gate = threading.Event()
+    pair.decode.thread.submit(lambda: iter_when(gate))
+    for number in range(8):
+        crowd.begin(number)
+    gate.set()
+    assert [answer.wait() for answer in crowd.answers] == ["length"] * 8
+    until(lambda: not pair.decode.counts()["members"], "all have left")
+    assert totals_of(pair)["steps"] - before == steps
+    crowd.check([crowd.wanted(number) for number in range(8)], bits=False)
+
+
+def iter_when(gate: threading.Event) -> Iterator[None]:
+    gate.wait(PATIENCE_S)
+    yield
+
+
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU computes while tokens go out")
+def test_on_the_cpu_a_token_goes_out_before_the_next_step_is_computed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened, compute = list[str](), batch.evaluate_later
+    crowd = Crowd(pair, [33])
+    monkeypatch.setattr(batch, "evaluate_later", lambda *arrays: (happened.append("step"), compute(*arrays)))
+    crowd.begin(0, lambda _: happened.append("token"))
+    assert crowd.answers[0].wait() == "length"
+    # The first token is prefill's. The second step is built before the second token is read, and computed behind it.
+    assert happened[:5] == ["token", "step", "token", "step", "token"]
+    assert happened.count("token") == COUNT
 
 
 def test_no_more_run_at_once_than_allowed() -> None:
