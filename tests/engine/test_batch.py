@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 
 import attrs
 import mlx.core as mx
@@ -27,7 +28,7 @@ from pdplane.engine.caches import joined, keep
 from pdplane.engine.model import Model
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.sampling import RowToken, Sampler
-from pdplane.engine.thread import Job
+from pdplane.engine.thread import Job, Turns
 from pdplane.errors import ConfigError, InternalError
 from pdplane.kv.arena import Pool
 from tests.engine import pair as pairs
@@ -318,20 +319,27 @@ def test_those_that_wait_together_join_together(
     """As many as cost the others little: else one a step, and the last begins seven steps after the first."""
     monkeypatch.setattr(batch, "JOIN_BYTES", nbytes)
     crowd, before = Crowd(pair, [33] * 8), totals_of(pair)["steps"]
-    gate = threading.Event()
-    pair.decode.thread.submit(lambda: iter_when(gate))
-    for number in range(8):
-        crowd.begin(number)
-    gate.set()
+    with held(pair):
+        for number in range(8):
+            crowd.begin(number)
     assert [answer.wait() for answer in crowd.answers] == ["length"] * 8
     until(lambda: not pair.decode.counts()["members"], "all have left")
     assert totals_of(pair)["steps"] - before == steps
     crowd.check([crowd.wanted(number) for number in range(8)], bits=False)
 
 
-def iter_when(gate: threading.Event) -> Iterator[None]:
-    gate.wait(PATIENCE_S)
+@contextmanager
+def held(pair: Pair) -> Iterator[None]:
+    """Hold decode's MLX thread, so that what is begun inside begins together."""
+    gate = threading.Event()
+
+    def wait() -> Turns[None]:
+        gate.wait(PATIENCE_S)
+        yield
+
+    pair.decode.thread.submit(wait)
     yield
+    gate.set()
 
 
 @pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU computes while tokens go out")
@@ -364,8 +372,9 @@ def test_very_different_lengths_run_in_batches_of_their_own(pair: Pair, monkeypa
     monkeypatch.setattr("pdplane.engine.batch.FREE_PADDING", 16)
     lengths = (5, 60, 20, 130, 50)
     crowd, seen = Crowd(pair, lengths), list[int]()
-    for number in range(len(lengths)):
-        crowd.begin(number, lambda _: seen.append(pair.decode.counts()["batches"]))
+    with held(pair):
+        for number in range(len(lengths)):
+            crowd.begin(number, lambda _: seen.append(pair.decode.counts()["batches"]))
     for number, answer in enumerate(crowd.answers):
         assert answer.wait() == "length"
         assert answer.ids == [token.id for token in crowd.wanted(number)]
