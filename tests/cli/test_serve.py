@@ -39,6 +39,18 @@ def test_one_command_serves_and_a_killed_daemon_is_started_again() -> None:
     assert "Traceback" not in log
 
 
+def test_a_child_that_is_stopped_cannot_keep_it_alive() -> None:
+    served = Served("--model", "toy", "--drain-timeout", "100ms")
+    served.wait_healthy()
+    children = descendants(served.process.pid)
+    os.kill(max(children), signal.SIGSTOP)
+    began = time.monotonic()
+    code, log = served.end(signal.SIGTERM)
+    assert code in (0, 1), log  # 1: its own limit came first, on a machine that is very busy
+    wait_gone(children)
+    assert time.monotonic() - began < PATIENCE_S, "and not after the patience of a child's default"
+
+
 def test_a_client_that_leaves_a_stream_costs_no_error_in_the_log() -> None:
     served = Served("--model", "toy")
     served.wait_healthy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import json
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,6 +17,7 @@ from pdplane.control.http_thread import HttpThread
 from pdplane.ids import Endpoint
 from pdplane.serving.members import Member, Members
 from pdplane.serving.pair import PairOptions, pair_app
+from pdplane.serving.reading import DEFAULT_BODY
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -193,7 +195,11 @@ def test_an_unreachable_daemon_has_the_request_tried_with_another_one(make_front
         ([], 400, "JSON object"),
         ({"bootstrap_room": 1}, 400, "bootstrap_room"),
         ({"prompt": "a", "chat_template_kwargs": 1, "messages": []}, 400, "chat_template_kwargs"),
+        ({"prompt": "x" * DEFAULT_BODY}, 400, "allows"),
+        ({"prompt": functools.reduce(lambda inner, _depth: [inner], range(100), [])}, 400, "nested deeper"),
+        ({"prompt": [[]] * 200_001}, 400, "lists, objects and fields"),
     ],
+    ids=["a list", "a room", "arguments", "long", "deep", "wide"],
 )
 def test_bad_bodies_name_what_is_wrong(make_front: Callable[..., Front], body: object, status: int, says: str) -> None:
     got, _, answer = make_front(template_arguments={"enable_thinking": False}).post(body)
