@@ -20,7 +20,7 @@ from pdplane.errors import ConfigError
 from pdplane.ids import Endpoint
 from pdplane.node.decode import DecodeLeg, DecodeNode
 from pdplane.node.ranks import BeginLeg, Follower, LeadDecode, Meet, Ranks, Request
-from pdplane.options import AddressPattern, address_pattern, count, duration, port
+from pdplane.options import AddressPattern, address_pattern, count, duration, port, size
 from pdplane.plane.config import DecodeConfig
 from pdplane.serving.routes import decode_app
 
@@ -66,7 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=32,
         metavar="N",
-        help="how many sequences take each step together; the others wait for a place (default: %(default)s)",
+        help="how many sequences run at once; the others wait, with their blocks of the arena (default: %(default)s)",
+    )
+    own.add_argument(
+        "--decode-cache-bytes",
+        type=size,
+        metavar="SIZE",
+        help="bytes that the caches of running sequences may grow to (default: a quarter of the memory)",
     )
 
 
@@ -87,7 +93,14 @@ def run(args: argparse.Namespace) -> int:
         decoder = _engine(options, prepare)
 
         def make_node(http: HttpThread, facts: Mapping[str, Any]) -> DecodeNode:
-            return DecodeNode(decoder, config, http=http, max_waiting=options.max_waiting, facts=facts)
+            return DecodeNode(
+                decoder,
+                config,
+                http=http,
+                max_waiting=options.max_waiting,
+                facts=facts,
+                cache_bytes=args.decode_cache_bytes,
+            )
 
         return run_daemon("decode", options, config, make_node, _app(args))
 
@@ -112,11 +125,18 @@ def _run_rank(seat: Seat, args: argparse.Namespace, options: DaemonOptions, conf
     def make_lead(
         http: HttpThread, facts: Mapping[str, Any], ranks: Ranks, meet: Meet, on_lost: Callable[[str], None]
     ) -> LeadDecode:
-        node = DecodeNode(engine, config, http=http, max_waiting=options.max_waiting, facts=facts)
+        node = DecodeNode(
+            engine,
+            config,
+            http=http,
+            max_waiting=options.max_waiting,
+            facts=facts,
+            cache_bytes=args.decode_cache_bytes,
+        )
         return LeadDecode(node, ranks, meet, on_lost)
 
     def make_node(http: HttpThread, _follower: Follower) -> tuple[DecodeNode, BeginLeg]:
-        node = DecodeNode(engine, config, http=http, max_waiting=options.max_waiting)
+        node = DecodeNode(engine, config, http=http, max_waiting=options.max_waiting, decides=False)
 
         def begin(request: Request) -> DecodeLeg:
             if not isinstance(request, DecodeRequest):

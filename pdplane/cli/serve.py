@@ -35,7 +35,7 @@ from pdplane.control.http_thread import HttpThread
 from pdplane.errors import ConfigError, LocalProtocolError
 from pdplane.ids import Endpoint
 from pdplane.net import reached
-from pdplane.options import count, duration, port, size_or_nothing, url
+from pdplane.options import count, duration, port, size, size_or_nothing, url
 from pdplane.serving.members import ROLES, Member, Members, Role
 from pdplane.serving.pair import PairOptions, pair_app
 
@@ -53,7 +53,7 @@ MODEL_FLAGS = (
 
 ROLE_FLAGS: Mapping[Role, tuple[str, ...]] = {
     "prefill": ("--prompt-cache-bytes",),
-    "decode": ("--prompt-cache-bytes", "--decode-concurrency"),
+    "decode": ("--prompt-cache-bytes", "--decode-concurrency", "--decode-cache-bytes"),
 }
 
 # What mlx_lm.server knows and a pair of daemons cannot do.
@@ -101,6 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=32,
         metavar="N",
         help="sequences that decode runs together (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--decode-cache-bytes",
+        type=size,
+        metavar="SIZE",
+        help="bytes that the caches of running sequences may grow to (default: a quarter of the memory)",
     )
     serve.add_argument(
         "--allowed-origins", type=_origins, default=("*",), metavar="ORIGINS",

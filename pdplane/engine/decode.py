@@ -56,7 +56,7 @@ class MlxDecodeEngine(MlxEngine):
 
     @property
     def concurrency(self) -> int:
-        """How many sequences to run at once. A batch makes more wait; sequences that run alone do not wait."""
+        """How many sequences to run at once, in batches or alone; the node makes more wait."""
         return self.options.decode_concurrency
 
     def counts(self) -> Mapping[str, int | Mapping[str, int]]:

@@ -5,9 +5,12 @@ request -> blocks -> open -> delivered -> tokens -> finished
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -26,6 +29,7 @@ from pdplane.api import (
 from pdplane.control.http_thread import HttpThread
 from pdplane.errors import (
     Cause,
+    ConfigError,
     InternalError,
     LocalProtocolError,
     PdplaneError,
@@ -33,16 +37,26 @@ from pdplane.errors import (
     RoomFailed,
     Why,
 )
-from pdplane.ids import Room
+from pdplane.ids import GroupId, Room
 from pdplane.kv.layout import U64
 from pdplane.kv.manifest import Manifest, build_manifest
 from pdplane.machine.actions import Delivered
 from pdplane.messages import Fingerprint, hash_prompt
-from pdplane.node.legs import Blocks, Place, arrow, check_prompt, why_ended
+from pdplane.node.legs import Blocks, Place, RunningLine, arrow, check_prompt, why_ended
 from pdplane.node.life import NodeLife
 from pdplane.plane.config import DecodeConfig
 from pdplane.plane.decode import DecodePlane
 from pdplane.plane.rooms import DecodeRoom, open_future
+
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
+
+
+def default_cache_bytes() -> int:
+    """Return a quarter of the memory that this process may use: padding in batches may double what caches take."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # there is no limit
+        found = min(found, int(_LIMIT.read_text("ascii")))
+    return found // 4
 
 
 @attrs.define(eq=False)
@@ -56,8 +70,10 @@ class DecodeLeg:
     began: float = attrs.field(factory=time.monotonic)
     timings: dict[str, float] = attrs.field(factory=dict)
     opened: float | None = None
-    place: Place | None = None
+    place: Place[Mapping[GroupId, int], Blocks] | None = None
     blocks: Blocks | None = None
+    waiting: Place[int, int] | None = None
+    seat: int | None = None
     gone: set[str] = attrs.field(factory=set)
     room: DecodeRoom | None = None
     prefix: EnginePrefix | None = None
@@ -104,7 +120,13 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
         http: HttpThread | None = None,
         max_waiting: int = 256,
         facts: Mapping[str, Any] | None = None,
+        cache_bytes: int | None = None,
+        decides: bool = True,
     ) -> None:
+        """Take the parts. `cache_bytes` bounds the caches of running sequences, by default a quarter of the memory.
+
+        A rank that does not decide runs what rank 0 runs, which waits for a place for all of them.
+        """
         super().__init__(
             engine,
             config,
@@ -113,10 +135,16 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
             line_timeout_s=config.waiting_timeout_s,
             facts=facts,
         )
-        self._config = config
+        self._config, self._decides = config, decides
+        self._cache_bytes = default_cache_bytes() if cache_bytes is None else cache_bytes
+        self._running: RunningLine | None = None
 
     def _make_plane(self, fingerprint: Fingerprint) -> DecodePlane:
         engine, config = self._engine, self._config
+        self._facts |= {"max_running_requests": engine.concurrency, "decode_cache_bytes": self._cache_bytes}
+        self._running = RunningLine(
+            self._http, count=engine.concurrency, nbytes=self._cache_bytes, timeout_s=config.waiting_timeout_s
+        )
         return DecodePlane(config, layout=engine.layout, arena=engine.arena, fingerprint=fingerprint, http=self._http)
 
     def _addresses(self, plane: DecodePlane) -> dict[str, Any]:
@@ -124,7 +152,8 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
         return {"advertised": config.advertised, "data": str(config.reached(plane.data)), "session": plane.session}
 
     def _more_counts(self) -> dict[str, Any]:
-        return {"sequences": dict(self._engine.counts()), "prompt_caches": dict(self._engine.prompt_caches())}
+        found = {"sequences": dict(self._engine.counts()), "prompt_caches": dict(self._engine.prompt_caches())}
+        return found | {"running": self._running.counts() if self._running is not None else {}}
 
     # ---- one request
 
@@ -135,6 +164,7 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
             if queue is None or self._draining:
                 raise LocalProtocolError("this decode takes no requests now", Cause.CLOSING)
             check_prompt(self._engine, request.tokens)
+            self._check_cache(request)
         except PdplaneError as error:
             self.refuse(request, error.why)
             raise
@@ -227,6 +257,34 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
             if delivered.first_token is None:  # every daemon's prefill draws one; a serving stack's own need not
                 raise RoomFailed(leg.request.room, Cause.PEER_FAILED, "prefill sent no first token")
             request = self._continue(leg, delivered, delivered.first_token)
+            self._stand(leg, lambda seat: self._run(leg, seat, request, whole))
+        except PdplaneError as error:
+            self._release(leg, "engine")
+            self._fail(leg, error)
+
+    def _stand(self, leg: DecodeLeg, then: Callable[[int | PoolExhausted | None], None]) -> None:
+        """Stand in line for a place to run, unless nothing will run here, or rank 0 stands there for us."""
+        line = self._running
+        assert line is not None
+        if leg.request.max_tokens == 1 or not self._decides:
+            then(None)
+            return
+        leg.waiting = line.acquire(self._cache_nbytes(leg.request), then)
+        if leg.why is not None:  # it was given up before it had a place in line
+            self._give_up(leg)
+
+    @arrow
+    def _run(
+        self, leg: DecodeLeg, seat: int | PoolExhausted | None, request: EngineDecodeRequest, whole: float
+    ) -> None:
+        """Generate, since there is a place to run."""
+        try:
+            if isinstance(seat, PoolExhausted):
+                text = f"no other sequence ended in {self._config.waiting_timeout_s:g} s, and no more may run at once"
+                raise RoomFailed(leg.request.room, Cause.FULL, text)
+            leg.seat = seat
+            if leg.why is not None:
+                raise RoomFailed(leg.request.room, leg.why.cause, leg.why.text)
             leg.job = self._engine.decode(
                 request, lambda token: self._token(leg, token), lambda: self._assembled(leg, whole)
             )
@@ -237,6 +295,20 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
         leg.job.future.add_done_callback(lambda job: self._finished(leg, job))
         if leg.why is not None:
             leg.job.cancel()
+
+    def _cache_nbytes(self, request: DecodeRequest) -> int:
+        """Return the bytes to which the caches of this sequence may grow."""
+        context, wanted = self._engine.context_length, len(request.tokens) + request.max_tokens
+        return self._engine.cache_nbytes(wanted if context is None else min(wanted, context))
+
+    def _check_cache(self, request: DecodeRequest) -> None:
+        """Raise ConfigError for a sequence that could not even run by itself."""
+        nbytes = self._cache_nbytes(request) if request.max_tokens > 1 else 0
+        if nbytes > self._cache_bytes:
+            raise ConfigError(
+                f"{len(request.tokens)} prompt tokens and max_tokens {request.max_tokens} may need {nbytes} bytes of "
+                f"cache, more than the {self._cache_bytes} that running sequences have; ask for fewer tokens"
+            )
 
     def _continue(self, leg: DecodeLeg, delivered: Delivered, first_token: int) -> EngineDecodeRequest:
         logprob = float("nan") if delivered.logprob is None else delivered.logprob
@@ -268,6 +340,7 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
     @arrow
     def _finished(self, leg: DecodeLeg, job: Future[FinishReason]) -> None:
         """End the leg, since the sequence has ended."""
+        self._leave_seat(leg)
         leg.let_go()
         self._release(leg, "engine")
         if job.cancelled() or job.exception() is not None:
@@ -286,15 +359,25 @@ class DecodeNode(NodeLife[DecodeEngine, DecodePlane, DecodeLeg]):
             if leg.room is not None:
                 leg.room.cancel(why.text, why.cause)
             self._fail(leg, RoomFailed(leg.request.room, why.cause, why.text))
+        elif leg.waiting is not None and self._running is not None and self._running.leave(leg.waiting):
+            self._release(leg, "engine")
+            self._fail(leg, RoomFailed(leg.request.room, why.cause, why.text))
         elif leg.job is not None:
             leg.job.cancel()
         elif leg.room is not None:
             leg.room.cancel(why.text, why.cause)
 
+    def _leave_seat(self, leg: DecodeLeg) -> None:
+        """Give the place to run to the next sequence, once."""
+        seat, leg.seat = leg.seat, None
+        if seat is not None and self._running is not None:
+            self._running.release(seat)
+
     def _fail(self, leg: DecodeLeg, error: PdplaneError) -> None:
         if leg.assembly is not None:
             leg.assembly.drop()
         leg.let_go()
+        self._leave_seat(leg)
         self._legs.remove(leg)
         if leg.room is None:
             self.refuse(leg.request, error.why)

@@ -1,4 +1,4 @@
-"""What the legs of both roles share: the line for blocks, and the set of legs that a node has under way."""
+"""What the legs of both roles share: lines for blocks and for a place to run, and the set of a node's legs."""
 
 from __future__ import annotations
 
@@ -24,56 +24,70 @@ from pdplane.kv.layout import Layout
 Blocks: TypeAlias = Mapping[GroupId, tuple[int, ...]]
 
 
-@attrs.define(eq=False)
-class Place:
-    """One place in the line for blocks."""
+Wanted = TypeVar("Wanted")
+Wanted_contra = TypeVar("Wanted_contra", contravariant=True)
+Lent = TypeVar("Lent")
 
-    counts: Mapping[GroupId, int]
-    then: Callable[[Blocks | PoolExhausted], None]
+
+class Lender(Protocol[Wanted_contra, Lent]):
+    """What a line stands at; used by one thread at a time."""
+
+    def allocate(self, wanted: Wanted_contra) -> Lent:
+        """Lend what is wanted. Raises PoolExhausted."""
+
+    def release(self, lent: Lent) -> None:
+        """Take it back."""
+
+    def exhausted(self, wanted: Wanted_contra) -> PoolExhausted:
+        """Return how much is wanted and how much is free, as an error."""
+
+
+@attrs.define(eq=False)
+class Place(Generic[Wanted, Lent]):
+    """One place in a line."""
+
+    wanted: Wanted
+    then: Callable[[Lent | PoolExhausted], None]
     expiry: Future[None] | None = None
 
 
 _PACE_PLACES = 16
 
 
-class BlockQueue:
-    """First come, first served over one pool.
+class Line(Generic[Wanted, Lent]):
+    """First come, first served over one lender.
 
-    A large request at the head waits until enough blocks are free, and those behind it wait too, so that each is served
+    A large request at the head waits until enough is free, and those behind it wait too, so that each is served
     in the end. The thread that takes a place out of the line, under the lock, decides how it ends.
     """
 
-    def __init__(self, layout: Layout, http: HttpThread, *, timeout_s: float, max_waiting: int) -> None:
-        self._pool, self._http = Pool(layout), http
+    def __init__(
+        self, pool: Lender[Wanted, Lent], http: HttpThread, *, timeout_s: float, max_waiting: int | None = None
+    ) -> None:
+        self._lender, self._http = pool, http
         self._timeout_s, self._max_waiting = timeout_s, max_waiting
         self._lock = threading.Lock()
-        self._line: deque[Place] = deque()
-        self._grants: deque[float] = deque(maxlen=_PACE_PLACES)  # when places got their blocks since the line began
-
-    def check(self, counts: Mapping[GroupId, int]) -> None:
-        """Raise ConfigError for what an empty pool could not serve."""
-        if not self._pool.fits(counts):
-            raise ConfigError(f"the prompt needs {sum(counts.values())} blocks, more than the arena can hold")
+        self._line: deque[Place[Wanted, Lent]] = deque()
+        self._grants: deque[float] = deque(maxlen=_PACE_PLACES)  # when places were served since the line began
 
     def acquire(
         self,
-        counts: Mapping[GroupId, int],
-        then: Callable[[Blocks | PoolExhausted], None],
+        wanted: Wanted,
+        then: Callable[[Lent | PoolExhausted], None],
         on_wait: Callable[[], None] = lambda: None,
-    ) -> Place:
-        """Call `then` once, here or later on another thread, with the blocks or with PoolExhausted (waited too long).
+    ) -> Place[Wanted, Lent]:
+        """Call `then` once, here or later on another thread, with what was lent or PoolExhausted (waited too long).
 
-        `on_wait` is called before, unless the blocks are there at once. Raises ConfigError for what can never fit, and
-        PoolExhausted when the line is full or so slow that the time would be over before its turn.
+        `on_wait` is called before, unless it is there at once. Raises PoolExhausted when the line is full, or so slow
+        that the time would be over before its turn.
         """
-        self.check(counts)
-        place = Place(counts, then)
+        place: Place[Wanted, Lent] = Place(wanted, then)
         with self._lock:
-            blocks = None if self._line else self._allocate(place)
-            if blocks is None and not self._has_room():
-                raise PoolExhausted(sum(counts.values()), self._pool.free_parents)
-        if blocks is not None:
-            then(blocks)
+            lent = None if self._line else self._allocate(place)
+            if lent is None and not self._has_room():
+                raise self._lender.exhausted(wanted)
+        if lent is not None:
+            then(lent)
             return place
         on_wait()
         with self._lock:
@@ -88,34 +102,32 @@ class BlockQueue:
                 place.expiry.cancel()
         return place
 
-    def leave(self, place: Place) -> bool:
+    def leave(self, place: Place[Wanted, Lent]) -> bool:
         """Leave the line, so that `then` is not called; return False when the place has ended already."""
         left = self._take_out(place)
         if left:
             self._serve()  # it may have been the head, for which the others waited
         return left
 
-    def release(self, blocks: Blocks) -> None:
-        """Give blocks back, and serve the head of the line on this thread."""
-        self._pool.release(blocks)
+    def release(self, lent: Lent) -> None:
+        """Give back what was lent, and serve the head of the line on this thread."""
+        with self._lock:
+            self._lender.release(lent)
         self._serve()
 
-    def counts(self) -> dict[str, int]:
-        return {
-            "free_parents": self._pool.free_parents,
-            "used_blocks": sum(self._pool.used_blocks().values()),
-            "waiting": len(self._line),
-        }
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
 
-    def _allocate(self, place: Place) -> Blocks | None:
+    def _allocate(self, place: Place[Wanted, Lent]) -> Lent | None:
         try:
-            return self._pool.allocate(place.counts)
+            return self._lender.allocate(place.wanted)
         except PoolExhausted:
             return None
 
     def _has_room(self) -> bool:
         """Return whether a newcomer may wait: by the pace of the last places its turn comes in time."""
-        if len(self._line) >= self._max_waiting:
+        if self._max_waiting is not None and len(self._line) >= self._max_waiting:
             return False
         served = len(self._grants) - 1  # the first is when the line began, or an older place's
         if served < _PACE_PLACES // 4:
@@ -123,7 +135,7 @@ class BlockQueue:
         each_s = (time.monotonic() - self._grants[0]) / served
         return each_s * (len(self._line) + 1) <= self._timeout_s
 
-    def _has(self, place: Place) -> bool:
+    def _has(self, place: Place[Wanted, Lent]) -> bool:
         with self._lock:
             return place in self._line
 
@@ -133,21 +145,21 @@ class BlockQueue:
                 if not self._line:
                     return
                 place = self._line[0]
-                if (blocks := self._allocate(place)) is None:
+                if (lent := self._allocate(place)) is None:
                     return
                 self._line.popleft()
                 self._grants.append(time.monotonic())
             if place.expiry is not None:
                 place.expiry.cancel()
-            place.then(blocks)
+            place.then(lent)
 
-    async def _expire(self, place: Place) -> None:
+    async def _expire(self, place: Place[Wanted, Lent]) -> None:
         await asyncio.sleep(self._timeout_s)
         if self._take_out(place):
-            place.then(PoolExhausted(sum(place.counts.values()), self._pool.free_parents))
+            place.then(self._lender.exhausted(place.wanted))
             self._serve()
 
-    def _take_out(self, place: Place) -> bool:
+    def _take_out(self, place: Place[Wanted, Lent]) -> bool:
         with self._lock:
             if place not in self._line:
                 return False
@@ -155,6 +167,78 @@ class BlockQueue:
         if place.expiry is not None:
             place.expiry.cancel()
         return True
+
+
+class _BlockPool(Pool):
+    def exhausted(self, wanted: Mapping[GroupId, int]) -> PoolExhausted:
+        return PoolExhausted(sum(wanted.values()), self.free_parents)
+
+
+class BlockQueue(Line[Mapping[GroupId, int], Blocks]):
+    """The line for blocks of the arena."""
+
+    def __init__(self, layout: Layout, http: HttpThread, *, timeout_s: float, max_waiting: int) -> None:
+        self._pool = _BlockPool(layout)
+        super().__init__(self._pool, http, timeout_s=timeout_s, max_waiting=max_waiting)
+
+    def check(self, counts: Mapping[GroupId, int]) -> None:
+        """Raise ConfigError for what an empty pool could not serve."""
+        if not self._pool.fits(counts):
+            raise ConfigError(f"the prompt needs {sum(counts.values())} blocks, more than the arena can hold")
+
+    def acquire(
+        self,
+        wanted: Mapping[GroupId, int],
+        then: Callable[[Blocks | PoolExhausted], None],
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> Place[Mapping[GroupId, int], Blocks]:
+        """Stand in line. Raises ConfigError for what can never fit, beside what `Line.acquire` raises."""
+        self.check(wanted)
+        return super().acquire(wanted, then, on_wait)
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "free_parents": self._pool.free_parents,
+            "used_blocks": sum(self._pool.used_blocks().values()),
+            "waiting": self.waiting,
+        }
+
+
+# ---- The sequences that run
+
+
+class _Seats:
+    """Lends places to run: so many at once, and so many bytes of caches."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self._count, self._nbytes = count, nbytes
+        self.taken = self.used = 0
+
+    def allocate(self, wanted: int) -> int:
+        """Lend a place for a cache of so many bytes."""
+        if self.taken >= self._count or self.used + wanted > self._nbytes:
+            raise self.exhausted(wanted)
+        self.taken, self.used = self.taken + 1, self.used + wanted
+        return wanted
+
+    def release(self, lent: int) -> None:
+        """Take a place back."""
+        self.taken, self.used = self.taken - 1, self.used - lent
+
+    def exhausted(self, wanted: int) -> PoolExhausted:
+        return PoolExhausted(wanted, self._nbytes - self.used)
+
+
+class RunningLine(Line[int, int]):
+    """The line for a place to run. Who stands in it keeps its blocks of the arena, so that the line is a short one."""
+
+    def __init__(self, http: HttpThread, *, count: int, nbytes: int, timeout_s: float) -> None:
+        self._seats = _Seats(count, nbytes)
+        super().__init__(self._seats, http, timeout_s=timeout_s)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many run, the bytes that their caches may grow to, and how many wait."""
+        return {"sequences": self._seats.taken, "bytes": self._seats.used, "waiting": self.waiting}
 
 
 # ---- The requests that a node has under way

@@ -44,7 +44,7 @@ class PrefillLeg:
     done: Future[FirstToken] = attrs.field(factory=open_future)
     began: float = attrs.field(factory=time.monotonic)
     timings: dict[str, float] = attrs.field(factory=dict)
-    place: Place | None = None
+    place: Place[Mapping[GroupId, int], Blocks] | None = None
     blocks: Blocks | None = None
     gone: set[str] = attrs.field(factory=set)
     job: EngineJob[Token] | None = None

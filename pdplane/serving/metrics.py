@@ -64,7 +64,7 @@ _QUEUES: Mapping[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
 # By role: counts of requests that wait for their peer, for blocks or for the cache.
 _WAITING: Mapping[str, tuple[str, ...]] = {
     "prefill": ("rooms.opened", "blocks.waiting"),
-    "decode": ("blocks.waiting", "rooms.resolving", "rooms.waiting"),
+    "decode": ("blocks.waiting", "rooms.resolving", "rooms.waiting", "running.waiting"),
 }
 
 

@@ -148,12 +148,17 @@ class Daemons:
         until(lambda: node.ready or "rendezvous" in config, "prefill's readiness")
         return Prefill(node, hold, node.statistics()["blocks"]["free_parents"], node.info()["bootstrap_port"])
 
-    def decode(self, options: ToyOptions | None = None, **config: Any) -> Decode:  # noqa: ANN401  (settings)
+    def decode(
+        self,
+        options: ToyOptions | None = None,
+        cache_bytes: int | None = None,
+        **config: Any,  # noqa: ANN401  (settings)
+    ) -> Decode:
         """A decode daemon."""
         hold = threading.Event()
         hold.set()
         engine = ToyDecodeEngine(options or self.options, hold=hold)
-        node = DecodeNode(engine, DecodeConfig(**SHORT | config))
+        node = DecodeNode(engine, DecodeConfig(**SHORT | config), cache_bytes=cache_bytes)
         self.stack.callback(node.close)
         node.start()
         return Decode(node, engine, hold, node.statistics()["blocks"]["free_parents"])
