@@ -54,7 +54,7 @@ class Place(Generic[Wanted, Lent]):
 _PACE_PLACES = 16
 
 
-class Line(Generic[Wanted, Lent]):
+class WaitingLine(Generic[Wanted, Lent]):
     """First come, first served over one lender.
 
     A large request at the head waits until enough is free, and those behind it wait too, so that each is served
@@ -174,7 +174,7 @@ class _BlockPool(Pool):
         return PoolExhausted(sum(wanted.values()), self.free_parents)
 
 
-class BlockQueue(Line[Mapping[GroupId, int], Blocks]):
+class BlockQueue(WaitingLine[Mapping[GroupId, int], Blocks]):
     """The line for blocks of the arena."""
 
     def __init__(self, layout: Layout, http: HttpThread, *, timeout_s: float, max_waiting: int) -> None:
@@ -192,7 +192,7 @@ class BlockQueue(Line[Mapping[GroupId, int], Blocks]):
         then: Callable[[Blocks | PoolExhausted], None],
         on_wait: Callable[[], None] = lambda: None,
     ) -> Place[Mapping[GroupId, int], Blocks]:
-        """Stand in line. Raises ConfigError for what can never fit, beside what `Line.acquire` raises."""
+        """Stand in line. Raises ConfigError for what can never fit, beside what `WaitingLine.acquire` raises."""
         self.check(wanted)
         return super().acquire(wanted, then, on_wait)
 
@@ -229,7 +229,7 @@ class _Seats:
         return PoolExhausted(wanted, self._nbytes - self.used)
 
 
-class RunningLine(Line[int, int]):
+class RunningLine(WaitingLine[int, int]):
     """The line for a place to run. Who stands in it keeps its blocks of the arena, so that the line is a short one."""
 
     def __init__(self, http: HttpThread, *, count: int, nbytes: int, timeout_s: float) -> None:
