@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Self
+from typing import Generic, Protocol, Self, TypeVar
 
 import attrs
 import mlx.core as mx
@@ -46,21 +46,25 @@ class Opened:
     """An empty pool, asked only whether a prompt could ever fit."""
 
 
-class MlxEngine:
-    """A loaded model with an arena; `start` loads, `close` joins the MLX thread. The constructor opens nothing.
+class HasModel(Protocol):
+    """What an engine's start makes."""
 
-    `prepare` may change the model before its weights are read, such as `RemoteExperts.attach`. With an open `group`
-    this is one of its ranks: it holds its part of the model and of the cache, on the group's thread.
-    """
+    @property
+    def model(self) -> Model: ...
 
-    def __init__(self, options: EngineOptions, prepare: Prepare | None = None, group: RankGroup | None = None) -> None:
-        self.options = options
-        self._prepare, self._group = prepare, group
-        self.thread: EngineThread = EngineThread() if group is None else group.thread
-        self._opened: Opened | None = None
+
+Made = TypeVar("Made", bound=HasModel)
+
+
+class EngineLife(Generic[Made]):
+    """An MLX thread and what is opened on it; `start` opens, `close` joins. The constructor opens nothing."""
+
+    def __init__(self, options: EngineOptions, open_: Callable[[Progress], Made], thread: EngineThread) -> None:
+        self.options, self.thread, self._open = options, thread, open_
+        self._opened: Made | None = None
 
     def start(self, progress: Progress = no_progress) -> None:
-        """Load the model on the MLX thread, probe its caches and make the arena.
+        """Load the model on the MLX thread, and make what goes with it.
 
         `progress` is called on the MLX thread. Raises ConfigError, and then the engine is closed. `close` from another
         thread ends a download or conversion at its next progress: then this raises CancelledError. Harmless when it
@@ -76,13 +80,13 @@ class MlxEngine:
 
         self.thread.start()
         try:
-            self._opened = self.thread.call(lambda: _open(self.options, watched, self._prepare, self._group))
+            self._opened = self.thread.call(lambda: self._open(watched))
         finally:
             if self._opened is None:
                 self.close()
 
     def close(self) -> None:
-        """End all jobs at their next turn and join the MLX thread; idempotent. The arena stays readable."""
+        """End all jobs at their next turn and join the MLX thread; idempotent. An arena stays readable."""
         self.thread.close()
 
     def __enter__(self) -> Self:
@@ -95,11 +99,28 @@ class MlxEngine:
         self.close()
 
     @property
-    def opened(self) -> Opened:
+    def opened(self) -> Made:
         """What `start` made; raise InternalError before it."""
         if self._opened is None:
             raise InternalError("the engine was not started")
         return self._opened
+
+    @property
+    def tokenizer(self) -> MlxTokenizer:
+        return self.opened.model.tokenizer
+
+
+class MlxEngine(EngineLife[Opened]):
+    """A loaded model with an arena.
+
+    `prepare` may change the model before its weights are read, such as `RemoteExperts.attach`. With an open `group`
+    this is one of its ranks: it holds its part of the model and of the cache, on the group's thread.
+    """
+
+    def __init__(self, options: EngineOptions, prepare: Prepare | None = None, group: RankGroup | None = None) -> None:
+        thread: EngineThread = EngineThread() if group is None else group.thread
+        super().__init__(options, lambda progress: _open(options, progress, prepare, group), thread)
+        self._group = group
 
     @property
     def layout(self) -> Layout:
@@ -112,10 +133,6 @@ class MlxEngine:
     @property
     def fingerprint(self) -> Fingerprint:
         return self.opened.fingerprint
-
-    @property
-    def tokenizer(self) -> MlxTokenizer:
-        return self.opened.model.tokenizer
 
     @property
     def context_length(self) -> int | None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self
 
 import attrs
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from pdplane.engine.engine import EngineLife
 from pdplane.engine.fingerprint import fingerprint
 from pdplane.engine.forward import Forward
 from pdplane.engine.model import Model, Prepare, load_model
-from pdplane.engine.options import EngineOptions, Progress, no_progress
-from pdplane.engine.text import MlxTokenizer
+from pdplane.engine.options import EngineOptions, Progress
 from pdplane.engine.thread import EngineThread, Job, Turns
-from pdplane.errors import ConfigError, InternalError
+from pdplane.errors import ConfigError
 from pdplane.workers.cache.saved import SavedCache, check_caches, longest_nbytes, restore_caches, save_caches
 
 _COMMIT = re.compile(r"[0-9a-f]{40}\Z")
@@ -62,7 +60,16 @@ class Continuation:
     peak_bytes: int
 
 
-class PrefixEngine:
+@attrs.frozen(eq=False)
+class OpenedPrefixes:
+    """Everything that `start` makes; `sample` is what the model's caches look like."""
+
+    model: Model
+    identity: Identity
+    sample: tuple[SavedCache, ...]
+
+
+class PrefixEngine(EngineLife[OpenedPrefixes]):
     """A loaded model on its own MLX thread; `start` loads, `close` joins. Every method may be called by any thread.
 
     Jobs take turns, one chunk or token each. Saving runs all tokens of the prefix in whole chunks, so that a prefix
@@ -71,56 +78,21 @@ class PrefixEngine:
     """
 
     def __init__(self, options: EngineOptions, prepare: Prepare | None = None) -> None:
-        self.options = options
-        self._prepare = prepare
-        self.thread = EngineThread()
-        self._model: Model | None = None
-        self._identity: Identity | None = None
-        self._sample: tuple[SavedCache, ...] = ()
-
-    def start(self, progress: Progress = no_progress) -> None:
-        """Load the model and look at its caches. Raises ConfigError, and then the engine is closed."""
-        self.thread.start()
-        try:
-            self.thread.call(lambda: self._open(progress))
-        finally:
-            if self._model is None:
-                self.close()
-
-    def close(self) -> None:
-        """End all jobs at their next turn and join the MLX thread; idempotent."""
-        self.thread.close()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        super().__init__(options, lambda progress: _open(options, progress, prepare), EngineThread())
 
     @property
     def model(self) -> Model:
-        if self._model is None:
-            raise InternalError("the engine was not started")
-        return self._model
+        return self.opened.model
 
     @property
     def identity(self) -> Identity:
-        if self._identity is None:
-            raise InternalError("the engine was not started")
-        return self._identity
-
-    @property
-    def tokenizer(self) -> MlxTokenizer:
-        return self.model.tokenizer
+        return self.opened.identity
 
     @property
     def longest_cache(self) -> int:
         """Bytes of the longest saved cache, as a file, that this model's context needs."""
         context = self.model.context_length or _UNKNOWN_CONTEXT
-        return longest_nbytes(self._sample, context) + _FILE_HEADER_NBYTES
+        return longest_nbytes(self.opened.sample, context) + _FILE_HEADER_NBYTES
 
     def run(
         self, tokens: Sequence[int], max_tokens: int, on_token: Callable[[int], None] = lambda _token: None
@@ -151,22 +123,9 @@ class PrefixEngine:
         Raises ConfigError at once for tokens that cannot work and IncompatibleCache for caches of another form.
         """
         prompt = self._checked(query, token_count, max_tokens)
-        check_caches(saved, self._sample, token_count)
+        check_caches(saved, self.opened.sample, token_count)
         most = self._most(token_count + len(prompt), max_tokens)
         return self.thread.submit(lambda: self._generate(prompt, most, tuple(saved)))
-
-    def _open(self, progress: Progress) -> None:
-        model = load_model(self.options.model, seed=self.options.seed, progress=progress, prepare=self._prepare)
-        facts = dict(fingerprint(model, self.options).required)
-        forward = Forward(model, self.options)
-        for _ in forward.prefill_chunks([0] * _PROBE + [0]):
-            pass
-        self._sample = save_caches(forward.caches)
-        self._identity = Identity(
-            _revision(model, facts["weights"]), facts["config"], facts["weights"], facts["dtype"], facts["mlx"],
-            facts["mlx_lm"],
-        )  # fmt: skip
-        self._model = model
 
     def _checked(self, tokens: Sequence[int], before: int, max_tokens: int) -> tuple[int, ...]:
         context, size = self.model.context_length, self.model.vocab_size
@@ -232,6 +191,19 @@ class PrefixEngine:
         ttft_ms = load_ms + prefill_ms + first_ms
         peak = int(mx.get_peak_memory())
         return Continuation(tuple(tokens), load_ms, prefill_ms, ttft_ms, clock.lap(), peak)
+
+
+def _open(options: EngineOptions, progress: Progress, prepare: Prepare | None) -> OpenedPrefixes:
+    model = load_model(options.model, seed=options.seed, progress=progress, prepare=prepare)
+    facts = dict(fingerprint(model, options).required)
+    forward = Forward(model, options)
+    for _ in forward.prefill_chunks([0] * _PROBE + [0]):
+        pass
+    identity = Identity(
+        _revision(model, facts["weights"]), facts["config"], facts["weights"], facts["dtype"], facts["mlx"],
+        facts["mlx_lm"],
+    )  # fmt: skip
+    return OpenedPrefixes(model, identity, save_caches(forward.caches))
 
 
 class _Clock:
