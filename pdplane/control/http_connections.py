@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +16,8 @@ from typing import TypeAlias
 import attrs
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+
+from pdplane.net import first_to_go, share_of_descriptors
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,7 @@ Protocols: TypeAlias = Callable[[], asyncio.Protocol]
 
 def default_places() -> int:
     """Return a third of the descriptors that the process may have: there are two servers, and data connections."""
-    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST if soft == resource.RLIM_INFINITY else max(16, min(_MOST, soft // 3))
+    return share_of_descriptors(1 / 3, _MOST)
 
 
 @attrs.frozen
@@ -149,18 +149,13 @@ class HttpConnections:
 
     def admit(self, caller: _Caller) -> bool:
         """Return whether a new connection may stay, for which an idle one may have to go."""
-        places, share = self.options.places, int(self.options.places * _ADDRESS_SHARE)
-        held = Counter(each.address for each in self._callers.values()) if len(self._callers) >= share else None
-        if held is not None:
-            if held[caller.address] >= share:
-                crowd = [each for each in self._callers.values() if each.address == caller.address]
-            elif len(self._callers) >= places:
-                crowd = sorted(self._callers.values(), key=lambda each: -held[each.address])
-            else:
-                crowd = None
-            if crowd is not None and not self._makes_room(crowd):
-                self._count("refused")
-                return False
+        held = list(self._callers.values())
+        crowd = [each for each in held if each.address == caller.address]
+        if len(crowd) < int(self.options.places * _ADDRESS_SHARE):
+            crowd = held if len(held) >= self.options.places else []
+        if crowd and not self._makes_room(crowd):
+            self._count("refused")
+            return False
         self._callers[caller.inner] = caller
         return True
 
@@ -197,8 +192,7 @@ class HttpConnections:
         idle = [each for each in crowd if not each.busy]
         if not idle:
             return False
-        first = idle[0].address
-        oldest = min((each for each in idle if each.address == first), key=lambda each: each.since)
+        oldest = first_to_go(idle, lambda each: each.address, lambda each: (each.since,))
         oldest.drop()
         self._callers.pop(oldest.inner, None)
         oldest.inner.connection_lost(None)
