@@ -443,6 +443,8 @@ class Announcement:
     router_port: int
     life: Life
     layout: bytes
+    token: str = attrs.field(factory=lambda: secrets.token_hex(16), repr=False)
+    """What shows the rendezvous that a later PUT is ours too."""
 
     def body(self) -> str:
         """Return the PUT's JSON, legacy fields first."""
@@ -458,6 +460,7 @@ class Announcement:
                 MARKER: VERSION,
                 "router_port": self.router_port,
                 "prefill_life": self.life,
+                "token": self.token,
             }
         )
 

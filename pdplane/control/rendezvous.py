@@ -4,7 +4,7 @@ The routes, fields and types are the legacy peers' own, so either generation can
 
 * `GET /health` answers 200 `OK`.
 * `PUT /route` registers a rank: `role`, `world_size`, `dp_size`, `rank_ip`, `rank_port`, `engine_rank`, `cache_layout`,
-  and from native ranks `pdplane` (1), `router_port` and `prefill_life`.
+  and from native ranks `pdplane` (1), `router_port`, `prefill_life` and `token`, which is told to nobody else.
 * `GET /route?engine_rank=-1&target_dp_group=-1` answers `prefill_tp_size` (the world size), `prefill_dp_size`,
   `cache_layout`, and `pdplane` when every rank is native.
 * `GET /route?engine_rank=T&target_dp_group=D` answers `rank_ip`, `rank_port`, and a native rank's extras.
@@ -15,10 +15,10 @@ refused PUT is kept. Rules: docs/legacy_wire.md section 2.
 
 Who may replace a registration:
 
-* A native rank renews a lease of `LEASE_S` with each PUT. Until it lapses only the same life may PUT for that rank;
-  another life gets 409 and tries again. A lapsed registration counts as missing.
-* A legacy rank puts once and never again, so its registration never lapses. Another PUT from the same `rank_ip`
-  replaces it, as after a restart.
+* A native rank renews a lease of `LEASE_S` with each PUT. Until it lapses only the same life with the same token may
+  PUT for that rank; others get 409 and try again. A lapsed registration counts as missing.
+* A legacy rank puts once and never again, so its registration never lapses. Another PUT with the same `rank_ip`
+  from the same address replaces it, as after a restart.
 * Sizes and layout belong to the registered ranks together. A PUT that differs gets 400, unless it is a native rank's
   and no other rank is registered: then it begins a new table.
 """
@@ -68,13 +68,17 @@ class Sizes:
 
 @attrs.frozen
 class RankEntry:
-    """One rank's PUT; `life` and `router_port` are None for a legacy rank."""
+    """One rank's PUT; `life` and `router_port` are None for a legacy rank.
+
+    `token` is told to the rendezvous alone, which thereby knows a rank again: everybody is told its life.
+    """
 
     world_rank: int
     rank_ip: str
     rank_port: int
     life: Life | None = None
     router_port: int | None = None
+    token: str = attrs.field(default="", repr=False)
 
     @property
     def is_native(self) -> bool:
@@ -85,6 +89,14 @@ class RankEntry:
 class _Held:
     entry: RankEntry
     renewed_at: float
+    source: str
+    """Where its PUT came from."""
+
+    def is_of(self, entry: RankEntry, source: str) -> bool:
+        """Return whether a PUT from there comes from the rank that registered."""
+        if self.entry.is_native:
+            return self.entry.life == entry.life and _same(self.entry.token, entry.token)
+        return self.entry.rank_ip == entry.rank_ip and self.source == source
 
     def lives(self, now: float) -> bool:
         return not self.entry.is_native or now - self.renewed_at < LEASE_S
@@ -100,14 +112,14 @@ class RankTable:
         self._sizes: Sizes | None = None
         self._held: dict[int, _Held] = {}
 
-    def put(self, body: JsonValue, now: float) -> RankEntry:
-        """Register or renew a rank; a refused PUT changes nothing."""
+    def put(self, body: JsonValue, now: float, source: str = "") -> RankEntry:
+        """Register or renew a rank whose PUT came from the address `source`; a refused PUT changes nothing."""
         sizes, entry = read_put(body)
         self._forget_lapsed(now)
-        self._check_owner(entry)
+        self._check_owner(entry, source)
         self._check_sizes(sizes, entry)
         self._sizes = sizes
-        self._held[entry.world_rank] = _Held(entry, now)
+        self._held[entry.world_rank] = _Held(entry, now, source)
         return entry
 
     def sync(self, now: float) -> dict[str, Any]:
@@ -149,13 +161,10 @@ class RankTable:
         if not self._held:
             self._sizes = None
 
-    def _check_owner(self, entry: RankEntry) -> None:
+    def _check_owner(self, entry: RankEntry, source: str) -> None:
         held = self._held.get(entry.world_rank)
-        if held is None:
-            return
-        old = held.entry
-        mine = old.life == entry.life if old.is_native else old.rank_ip == entry.rank_ip
-        if not mine:
+        if held is not None and not held.is_of(entry, source):
+            old = held.entry
             owner = f"life {old.life}" if old.is_native else f"a legacy rank at {old.rank_ip}"
             raise _refusal(409, f"prefill rank {entry.world_rank} is registered by {owner}, which still lives")
 
@@ -191,9 +200,9 @@ def _read_put(body: JsonValue) -> tuple[Sizes, RankEntry]:
     if not _HOST.match(rank_ip.text()):
         rank_ip.refuse("is no host name or address")
     rank_port = _number(body, "rank_port", 1, 65535)
-    life, router_port = _native(body)
+    life, router_port, token = _native(body)
     sizes = Sizes(world_size, dp_size, _layout(body.member("cache_layout")))
-    return sizes, RankEntry(world_rank, rank_ip.text(), rank_port, life, router_port)
+    return sizes, RankEntry(world_rank, rank_ip.text(), rank_port, life, router_port, token)
 
 
 def refuse_pipelines(found: JsonValue, key: str) -> None:
@@ -203,14 +212,15 @@ def refuse_pipelines(found: JsonValue, key: str) -> None:
         stages.refuse(f"is {stages.json!r}: a newer legacy engine with pipeline stages, which pdplane does not speak")
 
 
-def _native(body: JsonValue) -> tuple[Life | None, int | None]:
+def _native(body: JsonValue) -> tuple[Life | None, int | None, str]:
     if body.optional(MARKER) is None:
-        return None, None
+        return None, None, ""
     _number(body, MARKER, VERSION, VERSION)
     life = body.member("prefill_life")
     if not _LIFE.match(life.text()):
         life.refuse("is not 32 hex digits")
-    return Life(life.text()), _number(body, "router_port", 1, 65535)
+    token = body.optional("token")  # older ranks send none
+    return Life(life.text()), _number(body, "router_port", 1, 65535), "" if token is None else token.text()
 
 
 def _number(body: JsonValue, key: str, low: int, high: int) -> int:
@@ -339,7 +349,7 @@ class _Routes:
             body = parse_json(data, "body", MAX_BODY)
         except WireError as error:
             raise RendezvousError("/route", 400, error.reason) from error
-        entry = self._table.put(body, self._clock())
+        entry = self._table.put(body, self._clock(), request.remote or "")
         logger.debug("prefill rank %d registered from %s port %d", entry.world_rank, entry.rank_ip, entry.rank_port)
         return web.Response(text="OK")
 

@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 
 from pdplane.control.http_thread import HttpThread
-from pdplane.control.rendezvous import LEASE_S, NONCE_HEADER, PROOF_HEADER, answer_proof, rendezvous_app, request_proof
+from pdplane.control.rendezvous import (
+    LEASE_S,
+    NONCE_HEADER,
+    PROOF_HEADER,
+    RankTable,
+    answer_proof,
+    rendezvous_app,
+    request_proof,
+)
+from pdplane.errors import RendezvousError
 from pdplane.ids import Endpoint, new_life
+from pdplane.net import JsonValue
 from pdplane.security import Nonces, Secret
 from tests.control.registrations import CASES, native, other_layout, registration
 from tests.http_client import Answer, ask
@@ -186,6 +196,26 @@ def test_a_live_rank_is_not_replaced_until_its_lease_lapses(server: Endpoint, cl
     refused(ask(server, "GET", "/route?engine_rank=0&target_dp_group=0"), 404)
     assert ask(server, "PUT", "/route", native(second, cache_layout=other_layout())).status == 200
     assert ask(server, "GET", SYNC).json["cache_layout"] == other_layout()
+
+
+def test_a_life_that_everybody_is_told_moves_no_rank(server: Endpoint) -> None:
+    life, where = new_life(), "/route?engine_rank=0&target_dp_group=0"
+    mine = native(life, token="known to us alone")
+    assert ask(server, "PUT", "/route", mine).status == 200
+    told = ask(server, "GET", where)
+    assert "known to us alone" not in str(told)
+    for thief in (native(life, rank_port=1), native(life, rank_port=1, token="a guess"), registration(rank_port=1)):
+        refused(ask(server, "PUT", "/route", thief), 409, life)
+    assert ask(server, "GET", where).json == told.json
+    assert ask(server, "PUT", "/route", mine | {"rank_port": 7009}).status == 200
+
+
+def test_a_legacy_rank_is_moved_from_its_own_address_only() -> None:
+    table = RankTable()
+    table.put(JsonValue(registration(), "body"), 0.0, "10.0.0.1")
+    with pytest.raises(RendezvousError, match="a legacy rank at"):
+        table.put(JsonValue(registration(rank_port=1), "body"), 0.0, "10.0.0.66")
+    table.put(JsonValue(registration(rank_port=7009), "body"), 0.0, "10.0.0.1")
 
 
 def test_another_layout_is_refused_while_other_ranks_live(server: Endpoint) -> None:
