@@ -39,6 +39,7 @@ def test_one_command_serves_and_a_killed_daemon_is_started_again() -> None:
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_a_child_that_is_stopped_cannot_keep_it_alive() -> None:
     served = Served("--model", "toy", "--drain-timeout", "100ms")
     served.wait_healthy()
