@@ -24,7 +24,7 @@ from typing import Never
 import attrs
 import zmq
 
-from pdplane.net import Complaints, first_to_go, plain, share_of_descriptors
+from pdplane.net import Complaints, first_to_go, plain, recover_soon, share_of_descriptors
 
 logger = logging.getLogger(__name__)
 
@@ -199,6 +199,7 @@ class Intake:
         now = time.monotonic()
         with contextlib.suppress(OSError), _borrowed(descriptor) as connection:  # it may be over already
             peer = connection.getpeername()
+            recover_soon(connection)
             link = self.links[descriptor] = _Link(descriptor, peer, plain(str(peer[0])), now)
             if accepted and self._table.banned.get(link.address, 0.0) > now:
                 self.end(descriptor, "another one of this address was ended a moment ago")

@@ -21,7 +21,7 @@ from pdplane.errors import WireError
 from pdplane.ids import Endpoint
 from pdplane.kv.arena import Arena
 from pdplane.kv.copies import Copies
-from pdplane.net import HELD_UP_S, Names, Wakeup
+from pdplane.net import HELD_UP_S, Names, Wakeup, recover_soon
 from pdplane.transport import vector as iovec
 from pdplane.transport.framing import (
     FROM_RECEIVER,
@@ -288,6 +288,7 @@ def _tune(connected: socket.socket, buffer_bytes: int | None) -> None:
 def _tune_tcp(connected: socket.socket) -> None:
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    recover_soon(connected)
     # A host that vanished is noticed within half a minute of rest; the options' names differ by system.
     for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPALIVE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):

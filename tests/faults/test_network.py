@@ -161,6 +161,28 @@ def test_a_partition_in_the_middle_of_a_push_ends_the_room_and_nothing_else(host
         assert is_right(ask(prefill.url, decode, long, 3), long, 3)
 
 
+@pytest.mark.slow
+def test_a_cut_of_three_seconds_ends_no_room(hosts: TwoHosts) -> None:
+    """Three pings are six seconds; TCP would try again after as long, had it doubled its pauses meanwhile."""
+    long = PROMPT * 12
+    hosts.now(delay=0.005, rate=12_000)
+    with (
+        Daemon("prefill", "--host", "10.77.0.1", "--insecure", before=at(HERE)) as prefill,
+        Daemon("decode", "--host", "10.77.0.2", "--insecure", before=at(THERE)) as decode,
+    ):
+        words = [*at(THERE), sys.executable, "-m", "pdplane.cli.main", "generate", "--json", "--prefill", prefill.url]
+        words += ["--decode", decode.url, "--max-tokens", "3", long]
+        asking = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        bytes_here = _moved()
+        while _moved() - bytes_here < 40_000 and asking.poll() is None:
+            time.sleep(0.05)
+        hosts.now(cut=True)
+        time.sleep(3)
+        hosts.now(cut=False, rate=1e9)
+        out, error = asking.communicate(timeout=2 * PATIENCE_S)
+        assert is_right(subprocess.CompletedProcess(words, asking.returncode, out, error), long, 3)
+
+
 def _moved() -> int:
     """Bytes that prefill's host has sent."""
     told = subprocess.run(
