@@ -293,7 +293,9 @@ def test_silent_peers_are_bounded() -> None:
         with socket.create_connection(address, 5) as first, socket.create_connection(address, 5) as second:
             assert [len(first.recv(40)), len(second.recv(40))] == [40, 40]
             with socket.create_connection(address, 5) as third:
-                assert third.recv(1) == b""  # two are at their handshake
+                assert len(third.recv(40)) == 40
+                assert first.recv(1) == b""  # two are at their handshake: the oldest makes place
+            bench.hello().close()
     finally:
         bench.close()
 

@@ -19,7 +19,7 @@ import attrs
 from pdplane.engine.thread import EngineThread, Job, Turns
 from pdplane.errors import InternalError, WireError
 from pdplane.ids import Endpoint
-from pdplane.net import Complaints
+from pdplane.net import Complaints, first_to_go
 from pdplane.workers.experts.bank import ExpertBank
 from pdplane.workers.experts.requests import DTYPES, OLD_DTYPE, read_assignments, read_dtype, read_exec
 from pdplane.workers.experts.store import ExpertStore
@@ -85,7 +85,7 @@ class ExpertWorker:
         )  # fmt: skip
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._unproved = 0
+        self._unproved: set[BoundedSocket] = set()  # at their handshake
         names = ("refused_handshakes", "refused_requests", "execs", "pairs", "loaded", "evicted", "bytes_in",
                  "bytes_out")  # fmt: skip
         self._counts = dict.fromkeys(names, 0)
@@ -170,18 +170,14 @@ class ExpertWorker:
                 framer.refuse(error, self.options.stall_s)
 
     def _prove(self, line: BoundedSocket) -> Framer | None:
-        """Shake hands; return None when the peer fails, or too many others are in their handshakes."""
+        """Shake hands; return None when the peer fails. The oldest of too many others makes place."""
         with self._lock:
-            if self._unproved >= self.options.max_unproved:
-                self._counts["refused_handshakes"] += 1
-                full = True
-            else:
-                self._unproved += 1
-                full = False
-        if full:
-            text = "tx1: %s is refused: %d others are at their handshake"
-            self.complaints.tell((line.address, "unproved"), text, line.peer, self.options.max_unproved)
-            return None
+            others = [other for other in self._unproved if not other.ended]
+            self._unproved.add(line)
+        if len(others) >= self.options.max_unproved:
+            goes = first_to_go(others, lambda other: other.address, lambda other: (other.since,))
+            self.complaints.tell((goes.address, "place"), "tx1: %s makes place for others", goes.peer)
+            goes.stop()
         try:
             deadline_s = time.monotonic() + self.options.handshake_s
             return Framer.serve(line, self._token, self.options.limits, deadline_s)
@@ -191,7 +187,7 @@ class ExpertWorker:
             return None
         finally:
             with self._lock:
-                self._unproved -= 1
+                self._unproved.discard(line)
 
 
 class _Failed(RuntimeError):
