@@ -17,7 +17,7 @@ from pdplane.engine.forward import Forward
 from pdplane.engine.model import Prepare
 from pdplane.engine.options import EngineOptions, Progress, no_progress
 from pdplane.engine.pages import Assembly, Blocks, leaf_nbytes
-from pdplane.engine.prompts import CUT_TOKENS, Prefix, PromptCaches
+from pdplane.engine.prompts import CUT_TOKENS, WHY_WHOLE, Prefix, PromptCaches
 from pdplane.engine.ranks import RankGroup
 from pdplane.engine.sampling import Row, Sampler
 from pdplane.engine.thread import Job, Turns
@@ -52,7 +52,12 @@ class MlxDecodeEngine(MlxEngine):
                 self._caches = PromptCaches(self.options, step)
 
     def facts(self) -> Mapping[str, str | int | None]:
-        return {**super().facts(), "max_running_requests": self.concurrency, "sequences_alone_because": self._why_alone}
+        return {
+            **super().facts(),
+            "max_running_requests": self.concurrency,
+            "sequences_alone_because": self._why_alone,
+            "nothing_reused_because": self._caches.why_none() if self._caches else WHY_WHOLE,
+        }
 
     @property
     def concurrency(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ from pdplane.engine.layout import carried
 from pdplane.engine.model import Prepare
 from pdplane.engine.options import EngineOptions, Progress, no_progress
 from pdplane.engine.pages import Blocks
-from pdplane.engine.prompts import PromptCaches, PromptLine
+from pdplane.engine.prompts import WHY_WHOLE, PromptCaches, PromptLine
 from pdplane.engine.ranks import RankGroup
 from pdplane.engine.sampling import Sampler
 from pdplane.engine.tap import OnStep, Tap
@@ -138,6 +138,10 @@ class MlxPrefillEngine(MlxEngine):
     @property
     def _leaves(self) -> Sequence[Leaf]:
         return self.opened.leaves
+
+    def facts(self) -> Mapping[str, str | int | None]:
+        why = self._caches.why_none() if self._caches else WHY_WHOLE
+        return {**super().facts(), "nothing_reused_because": why}
 
     def prompt_caches(self) -> dict[str, int]:
         """Return what is kept of prompts, and how many tokens were reused so far."""

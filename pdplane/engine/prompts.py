@@ -78,6 +78,7 @@ class PromptLine(Generic[P]):
 
 
 CUT_TOKENS = 64
+WHY_WHOLE = "the model is split over ranks, or its caches have no row for each token"
 
 
 @attrs.define(eq=False)
@@ -159,10 +160,19 @@ class PromptCaches:
         with self._lock:
             self._reused_tokens += tokens
 
+    def why_none(self) -> str | None:
+        """Say why nothing is ever reused; None when something may be."""
+        if self._options.prompt_cache_bytes == 0:
+            return "--prompt-cache-bytes is 0"
+        if self._options.exact and not _any_piece_has_its_bits():
+            return (
+                "bits come before speed (--exact), and with this BLAS those of a piece differ from those of the whole"
+            )
+        return None
+
     def wants(self, length: int) -> bool:
         """Return whether a sequence of so many tokens could be of use to others."""
-        bound, exact = self._options.prompt_cache_bytes, self._options.exact
-        return bound > 0 and length >= self._step and (not exact or _any_piece_has_its_bits())
+        return length >= self._step and self.why_none() is None
 
     def keep(self, tokens: Sequence[int], rows: Sequence[Tensors]) -> None:
         """Keep the rows of a sequence's histories, which nobody changes any more."""

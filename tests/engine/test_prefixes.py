@@ -18,7 +18,7 @@ from pdplane.engine.blas import blas_in_use
 from pdplane.engine.decode import MlxDecodeEngine
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.prefill import MlxPrefillEngine
-from pdplane.engine.prompts import CUT_TOKENS, PromptCaches
+from pdplane.engine.prompts import CUT_TOKENS, WHY_WHOLE, PromptCaches
 from pdplane.engine.reference import single_process
 from pdplane.engine.thread import Job
 from pdplane.errors import RoomFailed
@@ -113,6 +113,8 @@ def test_what_cannot_be_kept_is_sent_whole(model: str, changes: dict[str, str]) 
     with pair_of(model, **changes) as pair:
         assert [ask(pair, prompt)[1:] for prompt, _ in turns_of()] == [(0, 0)] * 6
         assert pair.prefill.prompt_caches() == pair.decode.prompt_caches() == {}
+        for engine in (pair.prefill, pair.decode):
+            assert engine.facts()["nothing_reused_because"] == WHY_WHOLE
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +192,7 @@ def test_exact_keeps_the_bits_in_every_turn(family: str) -> None:
             pair.check(prompt, 4)
         for engine in (pair.prefill, pair.decode):
             assert (engine.prompt_caches()["reused_tokens"] > 0) == blas_in_use().is_reference
+            assert (engine.facts()["nothing_reused_because"] is None) == blas_in_use().is_reference
 
 
 def test_exact_reuses_only_between_long_pieces() -> None:
@@ -220,6 +223,7 @@ def test_the_bound_in_bytes_holds_and_what_was_used_last_stays() -> None:
         assert engine.prompt_caches()["prompts"] <= 3  # the shorter one is part of the longer
     with MlxPrefillEngine(attrs.evolve(one, prompt_cache_bytes=0)) as engine:
         assert [reused_by(engine, prompts[0]) for _ in range(2)] == [0, 0]
+        assert engine.facts()["nothing_reused_because"] == "--prompt-cache-bytes is 0"
 
 
 def test_what_is_held_is_not_forgotten() -> None:
