@@ -44,32 +44,48 @@ _Value = TypeVar("_Value")
 
 
 class Latest(Generic[_Key, _Value]):
-    """A table of bounded size; the entry that was used longest ago goes first."""
+    """A table of bounded size; of the share with the most entries the one that was used longest ago goes first."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity, self._held = capacity, OrderedDict[_Key, _Value]()
+        self._capacity = capacity
+        self._held: dict[_Key, tuple[str, _Value]] = {}
+        self._shares: dict[str, OrderedDict[_Key, None]] = {}  # of each the keys, the one that was used last at the end
 
     def __len__(self) -> int:
         return len(self._held)
 
     def get(self, key: _Key) -> _Value | None:
-        if key not in self._held:
+        found = self._held.get(key)
+        if found is None:
             return None
-        self._held.move_to_end(key)
-        return self._held[key]
+        self._shares[found[0]].move_to_end(key)
+        return found[1]
 
-    def put(self, key: _Key, value: _Value) -> list[_Value]:
+    def put(self, key: _Key, value: _Value, share: str = "") -> list[_Value]:
         """Keep a value; return those that had to go."""
-        self._held[key] = value
-        self._held.move_to_end(key)
-        return [self._held.popitem(last=False)[1] for _ in range(len(self._held) - self._capacity)]
+        self.pop(key)
+        self._held[key] = share, value
+        self._shares.setdefault(share, OrderedDict())[key] = None
+        gone = []
+        while len(self._held) > self._capacity:
+            most = max(self._shares, key=lambda each: len(self._shares[each]))
+            old = next(iter(self._shares[most]))
+            gone.append(self._held[old][1])
+            self.pop(old)
+        return gone
 
     def pop(self, key: _Key) -> _Value | None:
-        return self._held.pop(key, None)
+        share, value = self._held.pop(key, (None, None))
+        if share is not None:
+            del self._shares[share][key]
+            if not self._shares[share]:
+                del self._shares[share]
+        return value
 
     def clear(self) -> list[_Value]:
-        values = list(self._held.values())
+        values = [value for _, value in self._held.values()]
         self._held.clear()
+        self._shares.clear()
         return values
 
 
@@ -185,9 +201,10 @@ class LegacyPrefillChannel:
         route = wire.decode_route(frames)  # without an address for answers nothing of it is kept
         route = attrs.evolve(route, host=reply_host(route.host))
         identity = legacy_identity(route)
-        self._identities.put(route.session, identity)
-        self._addresses.put(identity, Endpoint(route.host, route.port))
-        return self._reading.registration(identity, frames, self._pull.address if self._pull else "")
+        address = self._pull.address if self._pull else ""
+        self._identities.put(route.session, identity, address)
+        self._addresses.put(identity, Endpoint(route.host, route.port), address)
+        return self._reading.registration(identity, frames, address)
 
     def _preallocation(self, frames: Sequence[bytes]) -> list[events.PrefillEvent]:
         _, session = wire.preallocation_route(frames)

@@ -114,3 +114,13 @@ def test_what_was_used_least_lately_makes_place() -> None:
     assert (latest.get("b"), len(latest)) == (None, 2)
     assert latest.pop("a") == 1
     assert latest.clear() == [3]
+
+
+def test_a_table_makes_place_in_the_share_with_the_most() -> None:
+    latest: Latest[str, int] = Latest(4)
+    latest.put("good", 0, "one")
+    for number in range(20):
+        latest.put(f"junk{number}", number, "two")
+    assert latest.put("late", 21, "three") == [17]
+    assert [latest.get(key) for key in ("good", "late", "junk17", "junk18", "junk19")] == [0, 21, None, 18, 19]
+    assert len(latest) == 4
