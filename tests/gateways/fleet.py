@@ -71,11 +71,11 @@ class Fleet:
 
     def start(self, role: str, number: int = 0) -> Daemon:
         """Start a daemon at its port and wait until it can serve."""
-        at = ("--bootstrap-port", str(self.ports[1])) if role == "prefill" else ()
+        own = ("--bootstrap-port", str(self.ports[1])) if role == "prefill" else ("--decode-cache-bytes", "512KiB")
         port = self.ports[0] if role == "prefill" else self.ports[2 + number]
         # Of a flag that is given twice the last one counts.
         daemon = Daemon(
-            role, "--port", str(port), *at, "--served-model-name", "toy", "--peer-timeout", f"{DEADLINE_S}s",
+            role, "--port", str(port), *own, "--served-model-name", "toy", "--peer-timeout", f"{DEADLINE_S}s",
             "--ping-interval", "500ms", "--drain-timeout", "10s",
         )  # fmt: skip
         daemon.wait_ready()

@@ -14,7 +14,8 @@ import pytest
 
 from pdplane.toy.model import ToyOptions, toy_answer
 from tests.gateways.fleet import CALM, DEADLINE_S, GATEWAYS, Fleet
-from tests.waiting import PATIENCE_S
+from tests.http_client import ask
+from tests.waiting import PATIENCE_S, until
 
 USER: Any = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"model": "toy", "messages": USER, "max_tokens": 6}
@@ -87,7 +88,11 @@ def test_streams(fleet: Fleet) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("more", "words"),
-    [({"response_format": {"type": "json_object"}}, "response_format"), ({"max_tokens": 70000}, "context")],
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_tokens": 70000}, "context"),
+        ({"max_tokens": 6000}, "bytes of cache"),  # decode's alone: prefill's half ends with it
+    ],
 )
 def test_a_refusal_reaches_the_client_whole(fleet: Fleet, more: dict[str, Any], words: str, streamed: bool) -> None:
     answer = fleet.post("/v1/chat/completions", {**CHAT, **more, "stream": streamed})
@@ -177,3 +182,21 @@ def test_a_decode_that_drains_finishes_what_runs(name: str) -> None:
         assert text == letters("one", 3000)
         assert fleet.decodes[busy].end()[0] == 0
         assert any(hammer(fleet, 4))
+
+
+@pytest.mark.slow
+@gateways
+@pytest.mark.parametrize("retries", [False, True])
+def test_a_prefill_that_drains_refuses_at_once_on_both_sides(name: str, retries: bool) -> None:
+    with Fleet(name, *(CALM[1:] if retries else CALM)) as fleet, ThreadPoolExecutor(1) as sender:
+        room = {"bootstrap_room": 1, "bootstrap_host": "127.0.0.1", "bootstrap_port": fleet.ports[1]}
+        alone = sender.submit(ask, fleet.prefill.http, "POST", "/v1/completions", {**TEXT, "prompt": "x", **room})
+        until(lambda: fleet.statistics()[0]["legs"] == 1, "a half that makes the drain last")
+        fleet.prefill.process.send_signal(signal.SIGTERM)
+        assert not any(hammer(fleet, 4))
+        assert alone.result().status == 503
+        fleet.prefill.end()
+        fleet.prefill = fleet.start("prefill")
+        fleet.wait_serving()
+        assert all(hammer(fleet, 4))
+        fleet.wait_idle()
