@@ -1,7 +1,7 @@
 """Measure the connector beside vLLM's own that run on CPU: the same pairs in turns, in servers that all run.
 
-    python measure.py MODEL [PAIRS [TOKENS]] [--with pdplane,nixl,mooncake]      needs: pip install nixl-cu12
-                                                                                   mooncake-transfer-engine-non-cuda
+    pip install nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda; pip install --no-deps nixl==1.5.1
+    python measure.py MODEL [PAIRS [TOKENS]] [--with pdplane,nixl,mooncake]
 
 Each connector has a prefill and a decode server. Prompts are new in each pair, so that no prefix is found. Both
 requests go out at once, but with NIXL: its decode needs what prefill's answer says. Printed are medians, and the median
@@ -132,6 +132,23 @@ def measure(kind: Kind, prompt: list[int]) -> dict[str, float]:
     return {"handover": first - answered, "pair": first - begun, "cpu": cpu}
 
 
+def make_prompt(seed: int, length: int) -> list[int]:
+    return [(seed * 7919 + place * 104729 + place * place) % 40000 + 100 for place in range(length)]
+
+
+def runs(name: str, kind: Kind, tokens: int) -> bool:
+    """Wait for both servers and run two pairs to warm up; return whether that works, and print why not."""
+    try:
+        kind.prefill.wait()
+        kind.decode.wait()
+        for number in range(2):
+            kind.run(make_prompt(-number, tokens))
+    except (OSError, RuntimeError) as error:
+        print(f"{name} does not run here: {error}", flush=True)
+        return False
+    return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
@@ -145,19 +162,11 @@ def main() -> None:
         for kind in kinds.values():
             servers.enter_context(kind.prefill)
             servers.enter_context(kind.decode)
-        for kind in kinds.values():
-            kind.prefill.wait()
-            kind.decode.wait()
-        for turn in range(-2, options.pairs):  # two to warm up
-            prompt = [
-                (turn * 7919 + position * 104729 + position * position) % 40000 + 100
-                for position in range(options.tokens)
-            ]
+        kinds = {name: kind for name, kind in kinds.items() if runs(name, kind, options.tokens)}
+        for turn in range(options.pairs):
+            prompt = make_prompt(turn + 1, options.tokens)
             for name in sorted(kinds, key=lambda name: (turn + list(kinds).index(name)) % len(kinds)):
-                if turn < 0:
-                    kinds[name].run(prompt)
-                else:
-                    found.setdefault(name, []).append(measure(kinds[name], prompt))
+                found.setdefault(name, []).append(measure(kinds[name], prompt))
     print(f"{options.pairs} pairs of {options.tokens} tokens, load averages {os.getloadavg()}")
     for name in kinds:
         for what in ("handover", "pair", "cpu"):
