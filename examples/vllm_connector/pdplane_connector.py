@@ -212,7 +212,7 @@ class Scheduling:
                 logger.warning("request %s takes no part in a transfer: %s", request.request_id, half.why.text)
 
     def missing(self, name: str, computed: int) -> int:
-        """Return how many tokens prefill shall send. None after a failure or preemption: then decode computes them."""
+        """Return how many tokens prefill shall send: none after a failure or preemption, decode computes them then."""
         half = self._halves.get(name)
         return half.prompt_len - computed if half and half.prefill and not half.opened and half.why is None else 0
 
@@ -350,6 +350,13 @@ class Moving:
             plane = DecodePlane(DecodeConfig(**settings), **shared)
         with unpinned():
             plane.start()
+        logger.info(
+            "pdplane: %s, %d layers of %d blocks, %s",
+            transfer.kv_role,
+            len(self._steps),
+            self._layout.num_lcm_blocks,
+            dict(same),
+        )
         return plane
 
     def preempt(self, step: Step) -> None:
