@@ -12,7 +12,15 @@ from typing import Any, Protocol
 
 import attrs
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from pdplane.engine.untyped import Cache
 from pdplane.errors import ConfigError, InternalError
@@ -119,11 +127,47 @@ class ArraysKind:
             cache[int(name.removeprefix("state"))] = array
 
 
+class ChunkedKind:
+    """ChunkedKVCache: the rows of the last attention chunk and one more, and `chunk` = (tokens seen, tokens cut off,
+    physical rows).
+
+    The tensors always have `chunk_size` + 1 rows, with zeros behind the cache's own.
+    """
+
+    is_history = False
+
+    def length(self, cache: Cache) -> int:
+        return int(cache.offset)
+
+    def take(self, cache: Cache) -> Tensors:
+        if cache.keys is None:
+            return {}
+        held, most = cache.offset - cache.start_position, cache.chunk_size + 1
+        if held > most:
+            raise InternalError(f"a chunk of {cache.chunk_size} rows holds {held}: its last step was not one token")
+        where = mx.array([cache.offset, cache.start_position, cache.keys.shape[2]], dtype=mx.int64)
+        return {
+            "chunk_k": _pad_rows(cache.keys[..., :held, :], most),
+            "chunk_v": _pad_rows(cache.values[..., :held, :], most),
+            "chunk": where,
+        }
+
+    def give(self, cache: Cache, tensors: Tensors, length: int) -> None:
+        offset, cut, rows = (int(number) for number in _integers(tensors["chunk"]))
+        held = offset - cut
+        if offset != length or not 0 <= held <= cache.chunk_size + 1 or not held <= rows <= held + cache.step:
+            raise ValueError(f"the chunk's indices {(offset, cut, rows)} do not fit a prompt of {length} tokens")
+        cache.keys = _pad_rows(tensors["chunk_k"][..., :held, :], rows)
+        cache.values = _pad_rows(tensors["chunk_v"][..., :held, :], rows)
+        cache.offset, cache.start_position = offset, cut
+
+
 KINDS: Mapping[type, Kind] = {
     KVCache: PlainKind(),
     QuantizedKVCache: QuantizedKind(),
     RotatingKVCache: RingKind(),
     ArraysCache: ArraysKind(),
+    ChunkedKVCache: ChunkedKind(),
 }
 
 
@@ -175,7 +219,9 @@ def refuse_unknown(caches: Sequence[Cache]) -> None:
     """Raise ConfigError that names the first cache class which cannot be moved."""
     for layer, _, cache in walk(caches):
         if cache is not None and type(cache) not in KINDS:
-            raise ConfigError(f"layer {layer} keeps a {type(cache).__name__}, which pdplane cannot move")
+            raise ConfigError(
+                f"layer {layer} keeps a {type(cache).__name__}, which pdplane cannot move: it has no form for its rows"
+            )
 
 
 def describe(caches: Sequence[Cache], length: int) -> tuple[Leaf, ...]:

@@ -179,11 +179,11 @@ def _load_folder(name: str, path: Path, progress: Progress, prepare: Prepare | N
 def _reading(name: str, part: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # files may make the libraries raise anything
+    except (Exception, SystemExit) as error:  # files may make the libraries raise anything, one family ends the process
         raise ConfigError(f"cannot load model {name!r} from {part}: {one_line(error)}") from error
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Return what an error of a library says; its traceback is logged at debug."""
     logger.debug("%s", error, exc_info=error)
     text = " ".join(str(error).split())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
@@ -10,9 +12,12 @@ from pdplane.engine.forward import Forward
 from pdplane.engine.model import Model, one_line
 from pdplane.engine.options import EngineOptions
 from pdplane.engine.token_pages import refuse_inexpressible
+from pdplane.engine.untyped import Cache
 from pdplane.errors import ConfigError
 
 _LENGTHS = (1, 4)  # one token alone, and a chunk with its last token; a tensor that differs between them is refused
+
+_BROKEN = {"phi3small": "mlx-lm's own code for phi3small crashes the process"}
 
 
 def probe(model: Model, options: EngineOptions) -> tuple[Leaf, ...]:
@@ -20,14 +25,14 @@ def probe(model: Model, options: EngineOptions) -> tuple[Leaf, ...]:
 
     Raises ConfigError for a cache that cannot be moved, or a model that cannot run with these options here.
     """
+    if reason := _BROKEN.get(str(model.config.get("model_type"))):
+        raise ConfigError(f"model {model.name!r} cannot run: {reason}")
     caches = make_prompt_cache(model.network)
     refuse_unknown(caches)
     if options.page_layout == "nhd":
         refuse_inexpressible(caches)
     if options.kv_bits is not None:
-        for layer, _, cache in walk(caches):
-            if isinstance(cache, RotatingKVCache):
-                raise ConfigError(f"layer {layer} keeps a RotatingKVCache, which cannot be quantised (--kv-bits)")
+        _refuse_rings(caches)
     found = [_leaves_after(model, options, length) for length in _LENGTHS]
     for short, longer in zip(*found, strict=False):
         if short != longer:
@@ -35,6 +40,12 @@ def probe(model: Model, options: EngineOptions) -> tuple[Leaf, ...]:
     if len(found[0]) != len(found[1]):
         raise ConfigError("the model fills other caches for other prompts; they cannot be moved")
     return found[0]
+
+
+def _refuse_rings(caches: Sequence[Cache]) -> None:
+    for layer, _, cache in walk(caches):
+        if isinstance(cache, RotatingKVCache):
+            raise ConfigError(f"layer {layer} keeps a RotatingKVCache, which cannot be quantised (--kv-bits)")
 
 
 def _leaves_after(model: Model, options: EngineOptions, length: int) -> tuple[Leaf, ...]:

@@ -40,7 +40,7 @@ class HomeMade(KVCache):
     """A subclass may hold more than its parent, so it is not taken for it."""
 
 
-@pytest.mark.parametrize("cache", [ChunkedKVCache(8), ConcatenateKVCache(), HomeMade()], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("cache", [ConcatenateKVCache(), HomeMade()], ids=lambda c: type(c).__name__)
 def test_unknown_classes_are_refused_by_name(cache: object) -> None:
     with pytest.raises(ConfigError, match=f"layer 1 keeps a {type(cache).__name__}"):
         refuse_unknown([KVCache(), CacheList(KVCache(), cache)])
@@ -136,6 +136,30 @@ def test_indices_that_do_not_fit_are_refused(where: tuple[int, int, int]) -> Non
     ring = {"ring": mx.array(where, dtype=mx.int64), "ring_k": rows(1, 8, 2), "ring_v": rows(1, 8, 2)}
     with pytest.raises(ValueError, match="do not fit"):
         KINDS[RotatingKVCache].give(RotatingKVCache(8), ring, 5)
+
+
+@pytest.mark.parametrize("length", [1, 5, 8, 9, 25, 300])
+def test_chunks_are_cut_at_the_same_tokens(length: int) -> None:
+    source, target = ChunkedKVCache(8), ChunkedKVCache(8)
+    if length > 1:
+        source.update_and_fetch(rows(2, length - 1, 4), rows(2, length - 1, 4))
+    source.maybe_trim_front()
+    source.update_and_fetch(rows(2, 1, 4), rows(2, 1, 4))
+    moved([source], [target], length)
+    for _ in range(12):
+        for cache in (source, target):
+            cache.maybe_trim_front()
+        step = rows(2, 1, 4), rows(2, 1, 4)
+        for ours, theirs in zip(source.update_and_fetch(*step), target.update_and_fetch(*step), strict=True):
+            assert mx.array_equal(ours, theirs)
+        assert (source.offset, source.start_position) == (target.offset, target.start_position)
+
+
+@pytest.mark.parametrize("where", [(4, 0, 8), (5, 6, 8), (5, -5, 8), (5, 0, 4), (5, 0, 9999)])
+def test_a_chunk_whose_indices_do_not_fit_is_refused(where: tuple[int, int, int]) -> None:
+    chunk = {"chunk": mx.array(where, dtype=mx.int64), "chunk_k": rows(1, 9, 2), "chunk_v": rows(1, 9, 2)}
+    with pytest.raises(ValueError, match="do not fit"):
+        KINDS[ChunkedKVCache].give(ChunkedKVCache(8), chunk, 5)
 
 
 def test_states_keep_their_dtypes() -> None:
