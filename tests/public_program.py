@@ -63,6 +63,7 @@ from pdplane import (
     RoomWindowed,
     Secret,
     SessionId,
+    Tls,
     TransportOptions,
     WaitTimeout,
     Why,
@@ -115,6 +116,8 @@ def arenas(layout: Layout) -> tuple[Arena, Arena]:
 def configs(secret_file: Path, rendezvous: Endpoint | str | None = None) -> tuple[PrefillConfig, DecodeConfig]:
     secret = Secret.from_file(secret_file)
     options = TransportOptions(streams=2)
+    encrypted = TransportOptions(tls=Tls(cert=secret_file, key=secret_file, ca=secret_file))
+    assert encrypted.tls is not None
     prefill = PrefillConfig(
         host="127.0.0.1",
         advertise_host=None,
