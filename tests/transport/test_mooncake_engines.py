@@ -102,7 +102,7 @@ class Played:
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     made = Engines()
     monkeypatch.setattr(mooncake, "MooncakeEngine", lambda *_: Played(made))
-    monkeypatch.setattr(Dial, "probe", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(Dial, "probe", lambda _self, peer, _within: ("127.0.0.1", peer))
     yield made
     made.close()
     assert made.open == []
