@@ -122,10 +122,15 @@ class Reactor(Generic[Event, Action]):
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
-    def post(self, event: Event) -> None:
-        """Hand an event over; never blocks. After the end it is dropped, since whatever waited has failed by then."""
+    def post(self, event: Event, *, wake: bool = True) -> None:
+        """Hand an event over; never blocks. After the end it is dropped, since whatever waited has failed by then.
+
+        Without `wake` it is handled with the next event or message, after an idle turn at the latest: for one that
+        means nothing before another comes.
+        """
         self._posted.append(event)
-        self._wake_up()
+        if wake:
+            self._wake_up()
 
     def do(self, work: Callable[[], Iterable[Event]]) -> None:
         """Do something on the reactor's thread, and feed the events that it causes; never blocks."""
@@ -221,6 +226,8 @@ class Reactor(Generic[Event, Action]):
         return True
 
     def _timeout(self) -> float:
+        if self._posted:  # without a wake-up, while messages were taken that may need it
+            return 0.0
         # No longer than a peer's silence, since of a pause in a wait that much counts as time.
         timeout = IDLE_TURN_S if self._wake is None else min(IDLE_TURN_S, max(0.0, self._wake - self._clock.now()))
         return timeout if self._tend is None else min(timeout, max(0.0, self._tend_due - time.monotonic()))

@@ -6,7 +6,7 @@ request -> look-up, registration -> window open, blocks offered -> every Success
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import singledispatchmethod
 
 import attrs
@@ -85,7 +85,7 @@ class DecodeMachine:
     def handle(self, event: events.DecodeEvent, now: float) -> list[DecodeAction]:
         """Return the actions that one event causes, the next wake-up last."""
         turn: DecodeTurn = Turn(now)
-        _handler_of(type(event))(self, event, turn)
+        _HANDLERS.get(type(event), _UNHEARD)(self, event, turn)
         for key in self._timers.due(now):
             if isinstance(key, tuple):
                 self._tend(turn, key)
@@ -334,5 +334,6 @@ class DecodeMachine:
             self._lose(turn, peer, Why(Cause.PEER_LOST, f"prefill at {key[0]} fell silent for {limit:g} s"))
 
 
-# As `self._on` calls it, without the wrapper that `singledispatchmethod` makes for each call.
-_handler_of: Callable[[type], Callable[..., None]] = vars(DecodeMachine)["_on"].dispatcher.dispatch
+# As `self._on` finds them, without the wrappers and weak references that `singledispatchmethod` makes for each call.
+_HANDLERS: Mapping[type, Callable[..., None]] = vars(DecodeMachine)["_on"].dispatcher.registry
+_UNHEARD = _HANDLERS[object]

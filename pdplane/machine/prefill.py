@@ -9,7 +9,7 @@ no push reads them any more. Each ticket gets one Succeed or Fail, and one Relea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import singledispatchmethod
 
 import attrs
@@ -63,7 +63,7 @@ class PrefillMachine:
     def handle(self, event: events.PrefillEvent, now: float) -> list[PrefillAction]:
         """Return the actions that one event causes, the next wake-up last."""
         turn: PrefillTurn = Turn(now)
-        _handler_of(type(event))(self, event, turn)
+        _HANDLERS.get(type(event), _UNHEARD)(self, event, turn)
         for key in self._timers.due(now):
             if isinstance(key, bytes):
                 self._rooms.lost(turn, self._sessions.silent(turn, key), "the decode rank fell silent")
@@ -366,5 +366,6 @@ def _validate(offer: RankOffer) -> None:
         validate_manifest(offer.manifest, offer.session.layout)
 
 
-# As `self._on` calls it, without the wrapper that `singledispatchmethod` makes for each call.
-_handler_of: Callable[[type], Callable[..., None]] = vars(PrefillMachine)["_on"].dispatcher.dispatch
+# As `self._on` finds them, without the wrappers and weak references that `singledispatchmethod` makes for each call.
+_HANDLERS: Mapping[type, Callable[..., None]] = vars(PrefillMachine)["_on"].dispatcher.registry
+_UNHEARD = _HANDLERS[object]

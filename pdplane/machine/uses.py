@@ -198,11 +198,14 @@ class Graveyard:
 # ---- The life of a room on each role, as tables of legal moves.
 #
 # Guards are events of their own ("all offers are in" is counted first and then fed to the table),
-# and actions follow from the state that is entered, never from the event that led there.
+# and actions follow from the state that is entered, never from the event that led there. Members are compared by
+# identity, and hashed so: an enum's own hash is that of its name, in Python.
 
 
 class PrefillState(enum.Enum):
     """Where a room stands on a prefill rank."""
+
+    __hash__ = object.__hash__
 
     EARLY = "early"  # decode offered blocks or stands in line for them, no request came yet
     OPENED = "opened"  # the request is here, not every offer
@@ -215,6 +218,8 @@ class PrefillState(enum.Enum):
 
 class PrefillMove(enum.Enum):
     """What can move it."""
+
+    __hash__ = object.__hash__
 
     REQUESTED = "requested"
     QUEUED = "queued"  # a decode rank stands in line for blocks
@@ -252,6 +257,8 @@ PREFILL_TABLE: Mapping[tuple[PrefillState, PrefillMove], PrefillState] = {
 class DecodeState(enum.Enum):
     """Where a room stands on a decode rank."""
 
+    __hash__ = object.__hash__
+
     QUEUED = "queued"  # it stands in line for blocks; the prefill is looked up, registered with and told
     RESOLVING = "resolving"  # it has blocks; the prefill is looked up and registered with
     WAITING = "waiting"  # blocks are offered and their window is open
@@ -261,6 +268,8 @@ class DecodeState(enum.Enum):
 
 class DecodeMove(enum.Enum):
     """What can move it."""
+
+    __hash__ = object.__hash__
 
     FILLED = "filled"  # its place in line got blocks
     JOINED = "joined"  # every prefill rank that we need has registered us

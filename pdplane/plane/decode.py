@@ -222,7 +222,9 @@ class DecodePlane(PlaneLife[events.DecodeEvent, actions.DecodeAction, DecodeRoom
 
     def _hear(self, report: reports.Report) -> None:
         match report:
-            case Landed() | WriterCut():
+            case Landed():  # comes before its acknowledgement, so that the writer's Success wakes us behind it
+                self._post(report, wake=False)
+            case WriterCut():
                 self._post(report)
             case _:
                 return

@@ -67,9 +67,9 @@ class PlaneLife(abc.ABC, Generic[Event, Action, Handle]):
     def _more_trouble(self) -> str | None:
         """Return what does not go on of this role's own threads."""
 
-    def _post(self, event: Event) -> None:
+    def _post(self, event: Event, *, wake: bool = True) -> None:
         if self._reactor is not None:
-            self._reactor.post(event)
+            self._reactor.post(event, wake=wake)
 
     def _check_open(self) -> None:
         """Raise LocalProtocolError unless the plane runs, in this process."""

@@ -6,13 +6,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 
 from pdplane.errors import ConfigError, LocalProtocolError
-from pdplane.ids import Endpoint, Life, Rank, SessionId
+from pdplane.ids import Endpoint, Generation, Life, Rank, Room, SessionId
 from pdplane.kv.arena import Arena
 from pdplane.machine import events
 from pdplane.machine.actions import CancelPush, OpenData, StartPush
@@ -25,6 +24,12 @@ from pdplane.transport.registry import Sender, close_shared, is_one_sided, open_
 logger = logging.getLogger(__name__)
 
 
+class Post(Protocol):
+    """Hands an event to the reactor, which handles it with a later one unless it is woken."""
+
+    def __call__(self, event: events.PrefillEvent, *, wake: bool = True) -> None: ...
+
+
 @attrs.define
 class _DataConnection:
     sender: Sender
@@ -33,15 +38,33 @@ class _DataConnection:
     retired: bool = False  # closed by us, so that its end is not reported
     began: dict[PushKey, float] = attrs.field(factory=dict)  # when each push under way was submitted
     ended: float = 0.0  # the last one
+    _under_way: Counter[tuple[Room, Generation]] = attrs.field(factory=Counter)
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def offer(self, push: Push) -> bool:
         """Return whether the sender took the push; it takes none once its connection is over."""
-        self.began[push.key] = time.monotonic()
-        return self.sender.offer(push)
+        self._begin(push)
+        taken = self.sender.offer(push)
+        if not taken:
+            self.end(push.room, push.generation)
+        return taken
 
     def submit(self, push: Push) -> None:
-        self.began[push.key] = time.monotonic()
+        self._begin(push)
         self.sender.submit(push)
+
+    def end(self, room: Room, generation: Generation) -> bool:
+        """Count a push as over; return whether it was the last one of its use that is under way here."""
+        with self._lock:
+            left = self._under_way[room, generation] = self._under_way[room, generation] - 1
+            if left <= 0:
+                del self._under_way[room, generation]
+            return left <= 0
+
+    def _begin(self, push: Push) -> None:
+        self.began[push.key] = time.monotonic()
+        with self._lock:
+            self._under_way[push.room, push.generation] += 1
 
 
 @attrs.define
@@ -62,9 +85,7 @@ class _Traffic:
 class Senders:
     """The senders by session and life. Everything runs on the reactor's thread except the reports, which only post."""
 
-    def __init__(
-        self, config: PrefillConfig, arena: Arena, life: Life, post: Callable[[events.PrefillEvent], None]
-    ) -> None:
+    def __init__(self, config: PrefillConfig, arena: Arena, life: Life, post: Post) -> None:
         self._config, self._arena, self._life, self._post = config, arena, life, post
         self._legacy_scheme = config.legacy_transport or config.transport
         self._one_sided = {scheme: is_one_sided(scheme) for scheme in (config.transport, self._legacy_scheme)}
@@ -180,9 +201,12 @@ class Senders:
             case reports.Pushed(session, room, generation, push, nbytes):
                 with self._lock:
                     self._traffic.add(connection, (room, generation, push), nbytes, time.monotonic())
-                self._post(events.PushEnded(session, room, generation, push, None))
+                # The last push of a use decides what follows, so that the others need no turn of the reactor.
+                last = connection.end(room, generation)
+                self._post(events.PushEnded(session, room, generation, push, None), wake=last)
             case reports.PushFailed(session, room, generation, push, cause):
                 connection.began.pop((room, generation, push), None)
+                connection.end(room, generation)
                 self._post(events.PushEnded(session, room, generation, push, f"{cause}{because}"))
             case reports.ConnectFailed(session, cause) | reports.Disconnected(session, cause):
                 connection.over = True

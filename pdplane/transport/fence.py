@@ -103,7 +103,8 @@ class _RoomRuns:
         self._few = (starts.tolist(), self._limits.tolist()) if len(starts) <= FEW else None
         self._nbytes = int((ends - starts).sum())
         self._writers = None if writers is None else dict(writers)
-        self._gate = threading.Condition()
+        self._gate = threading.RLock()
+        self._stored = threading.Condition(self._gate)  # its own `with` is Python and slower
         self._open = True
         self._storing = 0
         self._progress: dict[Rank, _Progress] = {}
@@ -130,8 +131,8 @@ class _RoomRuns:
         finally:
             with self._gate:
                 self._storing -= 1
-                if not self._storing:
-                    self._gate.notify_all()
+                if not self._storing and not self._open:  # `shut` waits
+                    self._stored.notify_all()
 
     def finish(self, write: Write) -> int | None:
         with self._gate:
@@ -150,7 +151,7 @@ class _RoomRuns:
     def shut(self) -> bool:
         with self._gate:
             was_open, self._open = self._open, False
-            self._gate.wait_for(lambda: not self._storing)
+            self._stored.wait_for(lambda: not self._storing)
             return was_open
 
     def repeats(self, write: Write) -> bool:

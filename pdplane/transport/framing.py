@@ -83,6 +83,8 @@ _TABLE = np.dtype("<u8")
 class FrameKind(enum.IntEnum):
     """What a frame is."""
 
+    __hash__ = int.__hash__  # an enum's own is that of its name, in Python
+
     SEGMENT = 1
     ACK = 2
     ABANDON = 3
@@ -94,6 +96,7 @@ FROM_SENDER = (FrameKind.SEGMENT, FrameKind.ABANDON)
 FROM_PULLED_SENDER = (FrameKind.PULL, FrameKind.ABANDON)
 FROM_RECEIVER = (FrameKind.ACK, FrameKind.TAKEN)
 _TABLES = {FrameKind.SEGMENT: 2, FrameKind.PULL: 3}
+_KINDS = {kind.value: kind for kind in FrameKind}  # quicker than the class's call
 
 
 @attrs.frozen
@@ -171,7 +174,7 @@ def decode_header(
         ("room", room <= MAX_ROOM, room),
     )
     checksum = check if flags & _CHECKSUM else None
-    header = Header(FrameKind(kind), number, room, generation, segment, count, nbytes, bool(flags & _LAST), checksum)
+    header = Header(_KINDS[kind], number, room, generation, segment, count, nbytes, bool(flags & _LAST), checksum)
     _check_counts(header)
     return header
 

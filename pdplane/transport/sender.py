@@ -59,7 +59,8 @@ class Outbox:
     """
 
     def __init__(self, max_queued: int) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # of `_changed`, whose own `with` is Python and slower
+        self._changed = threading.Condition(self._lock)
         self._max_queued = max_queued
         self._queued: dict[Room, deque[PendingPush]] = {}  # the next room in turn first
         self._count = 0
@@ -69,7 +70,7 @@ class Outbox:
     def submit(self, push: Push) -> bool:
         """Queue a push, one beyond the bound as refused; return False when the outbox takes no more."""
         job = PendingPush(push, push.copies.nbytes)
-        with self._changed:
+        with self._lock:
             if self._closed or self._retired:
                 return False
             if push.key in self._pending:
@@ -82,14 +83,14 @@ class Outbox:
 
     def cancel(self, room: Room, generation: Generation) -> None:
         """Mark a room's pushes that are queued or being sent; those sent whole wait for their acknowledgement."""
-        with self._changed:
+        with self._lock:
             for job in self._pending.values():
                 if job.push.room == room and job.push.generation == generation:
                     job.cancelled = True
 
     def turn(self) -> PendingPush | None:
         """Return the push whose next segment is due; its room's next turn comes after all others'."""
-        with self._changed:
+        with self._lock:
             for room in self._queued:
                 jobs = self._queued[room] = self._queued.pop(room)
                 return jobs[0]
@@ -97,7 +98,7 @@ class Outbox:
 
     def sent(self, job: PendingPush) -> None:
         """Go on with the next push of the room, since all of this one is sent or it is over."""
-        with self._changed:
+        with self._lock:
             jobs = self._queued.get(job.push.room)
             if jobs and jobs[0] is job:
                 jobs.popleft()
@@ -107,7 +108,7 @@ class Outbox:
 
     def take_cancelled(self) -> list[PendingPush]:
         """Take the cancelled pushes out of the queue and return them."""
-        with self._changed:
+        with self._lock:
             cancelled = [job for jobs in self._queued.values() for job in jobs if job.cancelled]
             if cancelled:
                 self._requeue([job for jobs in self._queued.values() for job in jobs if not job.cancelled])
@@ -115,7 +116,7 @@ class Outbox:
 
     def resume(self, tries: int) -> list[PendingPush]:
         """Queue again, after a cut, what may be resent, in the order of submission; return the rest."""
-        with self._changed:
+        with self._lock:
             jobs = list(self._pending.values())
             over = [job for job in jobs if job.is_over(tries)]
             again = [job for job in jobs if not job.is_over(tries)]
@@ -127,12 +128,12 @@ class Outbox:
 
     def finish(self, key: PushKey) -> PendingPush | None:
         """End a push; return its job the first time, None afterwards."""
-        with self._changed:
+        with self._lock:
             return self._pending.pop(key, None)
 
     def finish_all(self) -> list[PendingPush]:
         """End every push and take no more; return their jobs in the order of submission."""
-        with self._changed:
+        with self._lock:
             self._retired = True
             jobs = list(self._pending.values())
             self._pending.clear()
@@ -141,24 +142,24 @@ class Outbox:
 
     def wait_closed(self, timeout_s: float | None = None) -> bool:
         """Wait for `close`; return False when the time is over first."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: self._closed, timeout_s)
 
     def retire(self) -> bool:
         """Take no more pushes if none is pending; return whether that was so."""
-        with self._changed:
+        with self._lock:
             self._retired = self._retired or not self._pending
             return self._retired
 
     def close(self) -> None:
         """Take no more pushes; ends every `wait`."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify()
 
     def __len__(self) -> int:
         """Return how many pushes are not over."""
-        with self._changed:
+        with self._lock:
             return len(self._pending)
 
     def _enqueue(self, job: PendingPush) -> None:
