@@ -95,6 +95,15 @@ def test_events_are_handled_in_the_order_of_their_posts(stage: Stage) -> None:
     assert stage.reactor.ask(lambda: list(stage.performed)) == [str(number) for number in range(1000)]
 
 
+def test_an_event_without_a_wake_up_comes_with_the_next_turn(stage: Stage) -> None:
+    stage.causes["loud"] = [Said("caused")]
+    stage.reactor.post(Said("quiet"), wake=False)
+    stage.reactor.post(Said("loud"))
+    assert stage.reactor.ask(lambda: list(stage.performed)) == ["quiet", "loud", "caused"]
+    stage.reactor.post(Said("alone"), wake=False)
+    until(lambda: "alone" in stage.performed, "an idle turn")
+
+
 def test_many_threads_post_and_nothing_is_lost(stage: Stage) -> None:
     def post(name: int) -> None:
         for number in range(500):

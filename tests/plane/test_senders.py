@@ -50,8 +50,13 @@ def decode() -> Iterator[Decode]:
 
 
 @contextmanager
-def prefill(posted: Posted, transport: str = "tcp") -> Iterator[Senders]:
-    senders = Senders(PrefillConfig(transport=transport), random_arena(NBYTES), PREFILL_LIFE, posted.put)
+def prefill(posted: Posted, transport: str = "tcp", woken: list[bool] | None = None) -> Iterator[Senders]:
+    def post(event: events.PrefillEvent, *, wake: bool = True) -> None:
+        if woken is not None and isinstance(event, events.PushEnded):
+            woken.append(wake)
+        posted.put(event)
+
+    senders = Senders(PrefillConfig(transport=transport), random_arena(NBYTES), PREFILL_LIFE, post)
     yield senders
     senders.close_all()
 
@@ -62,13 +67,14 @@ def connect(senders: Senders, decode: Decode, posted: Posted) -> None:
     assert isinstance(posted.get(timeout=PATIENCE_S), events.DataConnected)
 
 
-def test_time_that_pushes_share_counts_once(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushes_share_their_time_and_the_last_one_wakes(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
     posted, go_on, inner = Posted(), threading.Event(), TRANSPORTS["tcp"]
     assert isinstance(inner, Transport)
     held = attrs.evolve(inner, line=lambda *args, line=inner.line: HeldLine(line(*args), go_on))
     monkeypatch.setitem(TRANSPORTS, "held", held)
+    woken: list[bool] = []
     decode.open_all(7)
-    with prefill(posted, "held") as senders:
+    with prefill(posted, "held", woken) as senders:
         connect(senders, decode, posted)
         began = time.monotonic()
         for number in range(PUSHES):
@@ -80,6 +86,7 @@ def test_time_that_pushes_share_counts_once(decode: Decode, monkeypatch: pytest.
         passed = time.monotonic() - began
         totals = senders.counts()["totals"]
     assert all(isinstance(end, events.PushEnded) and end.text is None for end in ends)
+    assert woken == [False] * (PUSHES - 1) + [True]
     assert totals["pushed_bytes"] == NBYTES
     assert 0 < totals["push_seconds"] <= passed
 
